@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much device memory a load takes: stock CuMem, this fork, the default allocator.
+
+    python benchmarks/load_peak.py SET --fork DIR --stock DIR [--json FILE]
+
+DIR is a folder that holds a ``vllm`` package: this fork's, and the released one's. For
+each allocator it finds the smallest card that loads the set, to 0.1 GiB, and prints the
+peak and the end state on a roomy card. Needs a GPU; a smaller card is emulated by
+occupying the rest. Sizes are GiB above what the process takes before the load.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+STEP = 0.1
+
+
+class Measurer:
+    """A process per allocator that forks one child per card, CUDA still untouched."""
+
+    def __init__(self, allocator: str, layer_set: str, site: str | None, split: str):
+        command = [sys.executable, __file__, layer_set, "--serve", allocator]
+        paths = [*([site] if site else []), *os.environ.get("PYTHONPATH", "").split(":")]
+        env = os.environ | {"PYTHONPATH": ":".join(filter(None, paths))}
+        if split:
+            env["PYTORCH_ALLOC_CONF"] = f"max_split_size_mb:{split}"
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    def load(self, card: float) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        print(card, file=self._process.stdin, flush=True)
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError("the measuring process ended early")
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(allocator: str, layer_set: str) -> None:
+    """Read cards from stdin; answer each with a line of JSON."""
+    import torch
+
+    # Imported before the forks, so that each child only has to start CUDA.
+    if allocator != "default":
+        import vllm.device_allocator.cumem  # noqa: F401
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            row = measure(allocator, layer_set, float(line))
+            print(json.dumps(row), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps({"ok": False, "error": f"status {status}"}), flush=True)
+    assert not torch.cuda.is_initialized()
+
+
+def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
+    import torch
+
+    from layer_sets import LAYER_SETS
+
+    torch.empty(1, device="cuda")
+    if card:
+        occupy(int(torch.cuda.mem_get_info()[0] - card * GIB))
+    start = used()
+    torch.cuda.reset_peak_memory_stats()
+    reserved = torch.cuda.memory_reserved()
+    row = {"allocator": allocator, "card": card, "torch": torch.__version__}
+    pool, reclaim = allocator_under_test(allocator)
+    try:
+        with pool:
+            for step, weights in enumerate(LAYER_SETS[layer_set].load()):
+                reclaim(step)
+        row["ok"] = True
+    except torch.OutOfMemoryError as error:
+        row["ok"] = False
+        row["error"] = str(error).split(". GPU")[0]
+        row["live"] = gib(torch.cuda.memory_allocated())
+        row["mapped"] = gib(torch.cuda.memory_reserved())
+        return row
+    torch.cuda.synchronize()
+    live = sum(t.nbytes for layer in weights for t in layer.values())
+    return row | {
+        "peak": gib(torch.cuda.max_memory_reserved() - reserved),
+        "end": gib(used() - start),
+        "reserved": gib(torch.cuda.memory_reserved()),
+        "live": gib(live),
+    }
+
+
+def allocator_under_test(name: str) -> tuple[Any, Any]:
+    """The context to load in, and what to call with the step's number after a step."""
+    if name == "default":
+        return split_limit(), lambda step: None
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pool = CuMemAllocator.get_instance().use_memory_pool("weights")
+    if name == "stock":
+        return stock_load(pool), lambda step: None
+    from vllm.device_allocator.generations import reclaim
+
+    return pool, lambda step: reclaim(force=step == 0)
+
+
+@contextmanager
+def split_limit() -> Iterator[None]:
+    """The split policy that vLLM 0.33.0 forces while it loads."""
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")
+    yield
+
+
+@contextmanager
+def stock_load(pool: Any) -> Iterator[None]:
+    with pool, split_limit():
+        yield
+
+
+def occupy(size: int) -> None:
+    import torch
+
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    code = runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
+    if code:
+        raise RuntimeError(f"cannot occupy {size} bytes of the card: error {code}")
+
+
+def used() -> int:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def gib(size: int) -> float:
+    return round(size / GIB, 3)
+
+
+def smallest_card(measurer: Measurer, fits: float) -> tuple[float, list[dict]]:
+    """The smallest card in steps of 0.1 GiB; ``fits`` is a size known to load."""
+    rows = []
+    low, high = int(fits / 2 / STEP), int(fits / STEP) + 1
+    while high - low > 1:
+        # The answer is usually close to the peak, so look from above first.
+        middle = max((low + high) // 2, high - 8)
+        rows.append(measurer.load(round(middle * STEP, 1)))
+        if rows[-1]["ok"]:
+            high = middle
+        else:
+            low = middle
+    return round(high * STEP, 1), rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("set")
+    parser.add_argument("--fork", help="folder with this fork's vllm package")
+    parser.add_argument("--stock", help="folder with the released vllm package")
+    parser.add_argument("--split", default="", help="the user's max_split_size_mb")
+    parser.add_argument("--json", type=Path, help="append a row per allocator here")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return serve(args.serve, args.set)
+
+    for allocator in ("default", "fork", "stock"):
+        site = {"fork": args.fork, "stock": args.stock}.get(allocator)
+        measurer = Measurer(allocator, args.set, site, args.split)
+        row = measurer.load(0.0)
+        row["smallest_card"], tries = smallest_card(measurer, row["peak"] + 0.5)
+        row["failed_on"] = [t for t in tries if not t["ok"]][-1:]
+        measurer.close()
+        row = {"set": args.set, "split": args.split or "default"} | row
+        print(json.dumps(row), flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                print(json.dumps(row), file=file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a load should give stranded memory back to the device.
+
+A retired generation costs memory: what is left free in its half-used segments is lost
+until the tensors beside it die. So a load reclaims only when the device runs short of
+what its next step may take, and only when there is more to gain than to lose.
+"""
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+RESERVE_BYTES = 512 * MIB
+"""Kept free beyond the estimate of the next step: other streams, libraries, other
+processes on the card."""
+
+RETIREMENT_COST_BYTES = 22 * MIB
+"""The most that a retired generation leaves behind per stream: the unused rest of one
+2 MiB segment (blocks up to 1 MiB) and of one 20 MiB segment (blocks under 10 MiB)."""
+
+
+@dataclass
+class LoadPressure:
+    """Estimates, from the steps seen so far, what the next step of a load may take.
+
+    A step is what happens between two safe points, usually the conversion of one
+    layer. All figures are bytes of device memory.
+    """
+
+    largest_step: int = 0
+    _free_at_last_step: int | None = None
+
+    def next_step(self, layer_bytes: int) -> int:
+        """Bytes that must be free before the next step.
+
+        Args:
+            layer_bytes: size of the parameters of a layer like the next one. It
+                matters until a first step was seen to take memory: a conversion holds
+                up to about four times its layer (sources, copies, results).
+        """
+        if self.largest_step == 0:
+            return 4 * layer_bytes + RESERVE_BYTES
+        return self.largest_step * 5 // 4 + RESERVE_BYTES
+
+    def finish_step(self, free: int) -> None:
+        """Note that a step ended with ``free`` bytes of device memory free.
+
+        A live pool returns nothing during a step, so the fall of free memory is what
+        the step had to ask the device for: its results, its transients, and what it
+        replaced without being able to reuse.
+        """
+        if self._free_at_last_step is not None:
+            self.largest_step = max(self.largest_step, self._free_at_last_step - free)
+        self._free_at_last_step = free
+
+    def restart(self, free: int) -> None:
+        """Measure the next step from ``free``, after memory was given back."""
+        self._free_at_last_step = free
+
+
+def worth_retiring(returnable: int) -> bool:
+    """Whether returning ``returnable`` bytes outweighs the cost of a retirement."""
+    return returnable > RETIREMENT_COST_BYTES

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout conversions of MoE weights: one description, two executors.
+
+Every kernel layout for expert weights is a permutation of the bytes of each
+expert, sometimes with padding. A `Conversion` says which source row each
+result row comes from, how the result rows are tiled in memory, and what fills
+the padding. `convert_` runs it: inside the weight's own storage where the
+bytes fit, else into one new tensor. All scratch is allocated before the first
+byte is written.
+
+On CUDA tensors the work is done by Triton (`weight_permutation_triton`), else
+by plain torch operators, one expert at a time.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The order in memory of the bytes of one expert's [rows, row_bytes] matrix.
+
+    Rows are split into dimensions [-1, *row_split], row bytes into
+    [-1, run]; `order` lists the resulting dimensions, outermost first. Bytes
+    of a run stay together, so the last dimension stays last. `run` 0 means
+    the whole row.
+    """
+
+    name: str
+    row_split: tuple[int, ...] = ()
+    run: int = 0
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def check(self, what: str, rows: int, row_bytes: int) -> None:
+        multiple = prod(self.row_split)
+        if rows % multiple:
+            raise ValueError(
+                f"{what}: {rows} rows cannot be tiled as {self.name}, "
+                f"which needs a multiple of {multiple} rows"
+            )
+        if self.run and row_bytes % self.run:
+            raise ValueError(
+                f"{what}: rows of {row_bytes} bytes cannot be tiled as {self.name}, "
+                f"which needs a multiple of {self.run} bytes"
+            )
+
+    def split_shape(self, rows: int, row_bytes: int) -> tuple[int, ...]:
+        """Dimensions of the split matrix, in the order of the rows and columns."""
+        run = self.run or row_bytes
+        outer = rows // prod(self.row_split)
+        return (outer, *self.row_split, row_bytes // run if run else 1, run)
+
+    def tiled_view(self, memory: torch.Tensor, rows: int, row_bytes: int):
+        """View `memory`, [experts, rows * row_bytes], with split dimensions.
+
+        Element [e, *i] of the view is where the split matrix's element [*i]
+        of expert e belongs.
+        """
+        shape = self.split_shape(rows, row_bytes)
+        stored = [shape[d] for d in self.order]
+        back = [self.order.index(d) for d in range(len(shape))]
+        view = memory.view(memory.shape[0], *stored)
+        return view.permute(0, *(1 + d for d in back))
+
+    def cells(self, rows: int, row_bytes: int) -> torch.Tensor:
+        """Where each run goes: int64 [rows, runs per row], counted in runs."""
+        shape = self.split_shape(rows, row_bytes)[:-1]
+        stored = [shape[d] for d in self.order[:-1]]
+        place = torch.arange(prod(shape)).view(stored)
+        back = [self.order.index(d) for d in range(len(shape))]
+        return place.permute(back).reshape(rows, shape[-1])
+
+
+ROW_MAJOR = Tiling("row-major")
+# Columns cut into blocks of 128 bytes, blocks outermost.
+BLOCK_MAJOR_K = Tiling("BlockMajorK", run=128, order=(1, 0, 2))
+# Block scales, one byte each: tiles of 128 rows by 4 columns, in a tile the 32
+# rows of a warp outermost, then the four row groups, then the columns.
+SCALE_128X4 = Tiling("128x4 scale tiles", (4, 32), run=4, order=(0, 3, 2, 1, 4))
+
+
+class Conversion:
+    """What one layout conversion does to each expert. Immutable.
+
+    Args:
+        rows: source row of each result row; -1 makes a row of padding.
+        source_shape: (rows, bytes per row) of each expert before.
+        row_bytes: bytes per row of the result; more than the source's means
+            padding at the end of each row. Default: as in the source.
+        tiling: order in memory of the result.
+        fill: value of padding bytes.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int] | torch.Tensor,
+        source_shape: tuple[int, int],
+        row_bytes: int | None = None,
+        tiling: Tiling = ROW_MAJOR,
+        fill: int = 0,
+    ):
+        self.rows = torch.as_tensor(rows, dtype=torch.int64, device="cpu").clone()
+        self.source_shape = source_shape
+        self.shape = (
+            self.rows.numel(),
+            source_shape[1] if row_bytes is None else row_bytes,
+        )
+        self.tiling = tiling
+        self.fill = fill
+        if self.shape[1] < source_shape[1]:
+            raise ValueError(
+                f"a conversion cannot shorten rows of {source_shape[1]} bytes "
+                f"to {self.shape[1]}"
+            )
+        # A row may be padding (-1) but never come from outside the source.
+        if self.rows.numel() and not (
+            -1 <= int(self.rows.min()) and int(self.rows.max()) < source_shape[0]
+        ):
+            raise ValueError(
+                f"source rows must lie between -1 and {source_shape[0] - 1}, found "
+                f"{int(self.rows.min())} to {int(self.rows.max())}"
+            )
+        self.tiling.check("conversion", *self.shape)
+        self.in_place = self.shape == source_shape and bool(
+            (self.rows.sort().values == torch.arange(self.rows.numel())).all()
+        )
+        self.is_identity = (
+            self.in_place
+            and tiling.order == tuple(range(len(tiling.order)))
+            and bool((self.rows == torch.arange(self.rows.numel())).all())
+        )
+        self._tables: dict[tuple[str, torch.device], object] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"Conversion({self.source_shape} -> {self.shape}, {self.tiling.name}, "
+            f"{'in place' if self.in_place else 'one output'})"
+        )
+
+    def table(self, key: str, device: torch.device, build):
+        """Index tables of an executor, built once per device and kept there."""
+        found = self._tables.get((key, device))
+        if found is None:
+            found = self._tables[key, device] = build()
+        return found
+
+    def row_index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(result rows, source rows) of the rows that are not padding."""
+
+        def build():
+            kept = (self.rows >= 0).nonzero().flatten()
+            return kept.to(device), self.rows[kept].to(device)
+
+        return self.table("rows", device, build)
+
+
+def use_triton(weight: torch.Tensor) -> bool:
+    """Whether Triton runs the conversions of this tensor, else plain torch."""
+    if not weight.is_cuda:
+        return False
+    kernels = _triton_kernels()
+    return kernels is not None and kernels.supported(weight.device)
+
+
+@functools.cache
+def _triton_kernels():
+    try:
+        from vllm.model_executor.layers.quantization.utils import (
+            weight_permutation_triton,
+        )
+    except ImportError:
+        return None
+    return weight_permutation_triton
+
+
+def expert_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [experts, rows, columns] as a uint8 view with the same strides."""
+    data = weight.data
+    return data if data.dtype == torch.uint8 else data.view(torch.uint8)
+
+
+def check_experts(
+    name: str,
+    weight: torch.Tensor,
+    dtypes: Sequence[torch.dtype] | None = None,
+    shape: Sequence[int | None] | None = None,
+) -> None:
+    """Raise ValueError, naming the tensor, unless it is [experts, rows, columns]
+    of one of `dtypes` with the sizes of `shape` (None: any), and its rows are
+    contiguous."""
+    if dtypes is not None and weight.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
+        raise ValueError(f"{name} is {weight.dtype} and must be {wanted}")
+    if weight.dim() != 3:
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)} and must be 3-D, "
+            "[experts, rows, columns]"
+        )
+    if shape is not None and any(
+        want is not None and have != want
+        for have, want in zip(weight.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)} and must be [{wanted}]"
+        )
+    if weight.shape[2] > 1 and weight.stride(2) != 1:
+        raise ValueError(
+            f"{name} has strides {weight.stride()}: its last dimension must be "
+            "contiguous"
+        )
+
+
+def check_multiple(name: str, what: str, size: int, multiple: int) -> None:
+    """Raise ValueError, naming the tensor, unless `size` is a multiple."""
+    if size % multiple:
+        raise ValueError(
+            f"{name} has {size} {what} per expert and must have a multiple of "
+            f"{multiple}"
+        )
+
+
+def experts_contiguous(weight: torch.Tensor) -> bool:
+    """Whether each expert is one contiguous run of bytes (gaps between experts
+    are allowed)."""
+    return weight.shape[0] == 0 or weight[0].is_contiguous()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor to convert: `source` uint8 [experts, rows, row_bytes], and the
+    result, `out` uint8 [experts, rows * row_bytes], None for in place."""
+
+    source: torch.Tensor
+    conversion: Conversion
+    out: torch.Tensor | None = None
+
+
+def convert_(
+    *steps: tuple[torch.Tensor, Conversion], budget: int | None = None
+) -> list[torch.Tensor]:
+    """Convert the tensors of one layer.
+
+    Args:
+        steps: pairs of a weight, [experts, rows, columns] of any dtype, and its
+            conversion. A weight is overwritten when its conversion keeps its
+            size and each of its experts is contiguous; otherwise it is left as
+            it is and a new tensor is returned.
+        budget: bytes that scratch may take, default the larger of one expert
+            and 2 % of all the weights given. More is used only where a single
+            expert needs it.
+
+    Returns:
+        Per step a uint8 tensor [experts, rows, row_bytes] in the memory order of
+        the conversion's tiling, sharing the weight's storage where it was
+        overwritten.
+
+    Scratch and results are allocated before the first write, so running out of
+    memory leaves every weight as it was.
+    """
+    if budget is None:
+        total = sum(w.numel() * w.element_size() for w, _ in steps)
+        experts = max((w.shape[0] for w, _ in steps), default=1)
+        budget = max(total // max(experts, 1), total // 50)
+    jobs, results = [], []
+    for weight, conversion in steps:
+        source = expert_bytes(weight)
+        if tuple(source.shape[1:]) != conversion.source_shape:
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)}, {weight.dtype}, has "
+                f"{tuple(source.shape[1:])} rows and row bytes per expert; its "
+                f"conversion is for {conversion.source_shape}"
+            )
+        experts, (rows, row_bytes) = source.shape[0], conversion.shape
+        if conversion.in_place and experts_contiguous(source):
+            results.append(source)
+            if not conversion.is_identity and source.numel():
+                jobs.append(Job(source, conversion))
+            continue
+        result = torch.empty(
+            (experts, rows, row_bytes), dtype=torch.uint8, device=source.device
+        )
+        results.append(result)
+        if result.numel():
+            flat = result.view(experts, rows * row_bytes)
+            jobs.append(Job(source, conversion, flat))
+    for triton in (False, True):
+        group = [job for job in jobs if use_triton(job.source) is triton]
+        if group:
+            run = _triton_kernels().run if triton else run_torch
+            run(group, budget)
+    return results
+
+
+def run_torch(jobs: Sequence[Job], budget: int) -> None:
+    """Plain torch executor: one expert of scratch at a time, whatever `budget`."""
+    del budget
+    need: dict[torch.device, int] = {}
+    for job in jobs:
+        gathered, laid_out = _torch_scratch(job.conversion)
+        device = job.source.device
+        need[device] = max(need.get(device, 0), gathered + laid_out)
+        job.conversion.row_index(device)
+    scratch = {
+        device: torch.empty(size, dtype=torch.uint8, device=device)
+        for device, size in need.items()
+    }
+    for job in jobs:
+        _convert_experts(job, scratch[job.source.device])
+
+
+def _torch_scratch(conversion: Conversion) -> tuple[int, int]:
+    """Bytes of scratch: for an expert's gathered rows, and for the padded matrix
+    where the result is both padded and tiled."""
+    kept = int((conversion.rows >= 0).sum())
+    gathered = kept * conversion.source_shape[1]
+    padded = (kept, conversion.source_shape[1]) != conversion.shape
+    if padded and conversion.tiling is not ROW_MAJOR:
+        return gathered, prod(conversion.shape)
+    return gathered, 0
+
+
+def _convert_experts(job: Job, scratch: torch.Tensor) -> None:
+    conversion, source = job.conversion, job.source
+    rows, row_bytes = conversion.shape
+    columns = conversion.source_shape[1]
+    to_rows, from_rows = conversion.row_index(source.device)
+    kept = to_rows.numel()
+    size, padded_size = _torch_scratch(conversion)
+    gathered = scratch[:size].view(kept, columns)
+    padded = None
+    if padded_size:
+        padded = scratch[size : size + padded_size].view(rows, row_bytes)
+        padded.fill_(conversion.fill)
+    elif (kept, columns) != (rows, row_bytes):
+        assert job.out is not None
+        job.out.fill_(conversion.fill)
+    split = conversion.tiling.split_shape(rows, row_bytes)
+    for expert in range(source.shape[0]):
+        memory = source[expert].view(1, -1) if job.out is None else job.out[expert]
+        torch.index_select(source[expert], 0, from_rows, out=gathered)
+        if padded is not None:
+            padded[:, :columns].index_copy_(0, to_rows, gathered)
+        elif (kept, columns) != (rows, row_bytes):
+            memory.view(rows, row_bytes)[:, :columns].index_copy_(0, to_rows, gathered)
+            continue
+        matrix = gathered if padded is None else padded
+        place = conversion.tiling.tiled_view(memory.view(1, -1), rows, row_bytes)
+        place[0].copy_(matrix.view(split))

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton executor of `weight_permutation`.
+
+Into a new tensor: one gather kernel for all experts. In place: the permutation
+of an expert's cells (rows, or the runs of a tiled layout) is cut along its
+cycles into groups of cells that one program loads whole and then stores. A
+group reads only its own cells, except where a cycle was cut; those few source
+cells are copied aside first. That is one read and one write of the weight,
+with scratch of about 1/128 of it. Tilings with runs too short for that go
+through scratch of several experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm.model_executor.layers.quantization.utils.weight_permutation import (
+    Conversion,
+    Job,
+)
+
+GROUP_BYTES = 32 * 1024  # what one program holds in registers
+MIN_CELL_BYTES = 32  # one sector: shorter cells waste the memory's bandwidth
+MAX_EXPERTS = 65535  # limit of the grid's third dimension
+
+
+def supported(device: torch.device) -> bool:
+    """Whether the kernels run on this device: NVIDIA since SM 7.0, and ROCm."""
+    if torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device)[0] >= 7
+
+
+@triton.jit
+def _gather_rows(
+    source,
+    out,
+    from_rows,
+    to_units,
+    n_rows,
+    source_units,
+    out_units,
+    source_expert,
+    source_row,
+    out_expert,
+    step,
+    FILL: tl.constexpr,
+    RUN: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[expert, to_units[r] + place of column] = source[expert, from_rows[r], column]
+
+    Sizes and strides count units of the pointers' type. Column c lies at
+    c // RUN * step + c % RUN from the start of its row, at c when RUN is 0.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    expert = tl.program_id(2).to(tl.int64)
+    exists = row < n_rows
+    origin = tl.load(from_rows + row, mask=exists, other=-1)
+    target = tl.load(to_units + row, mask=exists, other=0)
+    start = tl.multiple_of(origin * source_row, ALIGN)[:, None]
+    value = tl.load(
+        source + expert * source_expert + start + column,
+        mask=(origin >= 0)[:, None] & (column < source_units),
+        other=FILL,
+    )
+    if RUN == 0:
+        place = column
+    else:
+        place = column // RUN * step + column % RUN
+    target = tl.multiple_of(target, ALIGN)[:, None]
+    tl.store(
+        out + expert * out_expert + target + place,
+        value,
+        mask=exists[:, None] & (column < out_units),
+    )
+
+
+@triton.jit
+def _move_cells(
+    weight,
+    saved,
+    to_cells,
+    from_cells,
+    cell_units,
+    weight_expert,
+    saved_expert,
+    ALIGN: tl.constexpr,
+    CELLS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Move a group of cells inside each expert: to_cells[i] = from_cells[i].
+
+    A negative source -k - 1 is saved cell k; a negative target is no move.
+    """
+    index = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    expert = tl.program_id(2).to(tl.int64)
+    target = tl.load(to_cells + index)
+    origin = tl.load(from_cells + index)
+    mask = (target >= 0)[:, None] & (column < cell_units)
+    weight += expert * weight_expert
+    saved += expert * saved_expert
+    own = tl.multiple_of(tl.maximum(origin, 0) * cell_units, ALIGN)[:, None]
+    aside = tl.multiple_of(tl.maximum(-1 - origin, 0) * cell_units, ALIGN)[:, None]
+    from_weight = mask & (origin >= 0)[:, None]
+    from_saved = mask & (origin < 0)[:, None]
+    value = tl.load(weight + own + column, mask=from_weight, other=0)
+    value |= tl.load(saved + aside + column, mask=from_saved, other=0)
+    # Other warps of this program still read the cells that this one overwrites.
+    tl.debug_barrier()
+    place = tl.multiple_of(tl.maximum(target, 0) * cell_units, ALIGN)[:, None]
+    tl.store(weight + place + column, value, mask=mask)
+
+
+_UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _unit(*sizes: int) -> int:
+    """Widest unit, at most 4 bytes, that divides all of these byte counts."""
+    return gcd(4, *sizes)
+
+
+def _align(unit: int, *sizes: int) -> int:
+    """Units in the widest access, at most 16 bytes, that divides these counts."""
+    return gcd(16, *sizes) // unit
+
+
+def _pow2(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _unit_view(data: torch.Tensor, unit: int) -> torch.Tensor:
+    return data if unit == 1 else data.view(_UNITS[unit])
+
+
+@dataclass(frozen=True)
+class Moves:
+    """In-place moves of one expert's cells, cut into groups."""
+
+    to_cells: torch.Tensor  # int32 [groups * cells per group], -1: nothing
+    from_cells: torch.Tensor  # int32, -k - 1: saved cell k
+    saved_cells: torch.Tensor  # int32, the cells to copy aside first
+    groups: int
+
+
+def plan_moves(source_cells: Sequence[int], cells: int) -> Moves:
+    """Cut a permutation into groups of at most `cells` moves.
+
+    `source_cells[i]` is the cell whose content belongs into cell i. Cells that
+    stay are left out. Whole cycles share a group where they fit; a longer cycle
+    is cut, and the cell that one part reads from the next is to be saved.
+    """
+    n = len(source_cells)
+    seen = bytearray(n)
+    groups: list[list[int]] = []
+    open_groups: list[list[int]] = []
+
+    def put(part: list[int]) -> None:
+        for group in open_groups:
+            if len(group) + len(part) <= cells:
+                group.extend(part)
+                return
+        group = list(part)
+        groups.append(group)
+        if len(group) < cells:
+            open_groups.append(group)
+            if len(open_groups) > 16:
+                open_groups.pop(0)
+
+    for first in range(n):
+        if seen[first]:
+            continue
+        seen[first] = 1
+        cycle, cell = [first], source_cells[first]
+        while cell != first:
+            seen[cell] = 1
+            cycle.append(cell)
+            cell = source_cells[cell]
+        if len(cycle) > 1:
+            for start in range(0, len(cycle), cells):
+                put(cycle[start : start + cells])
+
+    owner = [-1] * n
+    for number, group in enumerate(groups):
+        for cell in group:
+            owner[cell] = number
+    to_cells: list[int] = []
+    from_cells: list[int] = []
+    saved: list[int] = []
+    for number, group in enumerate(groups):
+        for cell in group:
+            source = source_cells[cell]
+            if owner[source] != number:
+                saved.append(source)
+                source = -len(saved)
+            to_cells.append(cell)
+            from_cells.append(source)
+        padding = [-1] * (cells - len(group))
+        to_cells += padding
+        from_cells += padding
+    as_index = dict(dtype=torch.int32)
+    return Moves(
+        torch.tensor(to_cells, **as_index),
+        torch.tensor(from_cells, **as_index),
+        torch.tensor(saved, **as_index),
+        len(groups),
+    )
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """One in-place conversion, planned: cells of `cell_bytes`, moved in groups."""
+
+    job: Job
+    moves: Moves
+    cell_bytes: int
+    cells: int
+    saved_rows: torch.Tensor  # where each saved cell goes, in units
+
+    @property
+    def scratch_per_expert(self) -> int:
+        return self.moves.saved_cells.numel() * self.cell_bytes
+
+
+def _cell_bytes(conversion: Conversion) -> int:
+    return conversion.tiling.run or conversion.shape[1]
+
+
+def _moves_in_place(conversion: Conversion) -> bool:
+    return conversion.tiling.run == 0 or conversion.tiling.run >= MIN_CELL_BYTES
+
+
+def _plan_in_place(job: Job) -> InPlace:
+    conversion, device = job.conversion, job.source.device
+    cell_bytes = _cell_bytes(conversion)
+    strip = min(_pow2(cell_bytes), 256)
+    n_cells = prod(conversion.shape) // cell_bytes
+    cells = min(_pow2(n_cells), max(GROUP_BYTES // strip, 1))
+
+    def build():
+        rows, row_bytes = conversion.shape
+        place = conversion.tiling.cells(rows, row_bytes)
+        runs = place.shape[1]
+        origin = conversion.rows[:, None] * runs + torch.arange(runs)
+        source_cells = torch.empty(n_cells, dtype=torch.int64)
+        source_cells[place.flatten()] = origin.flatten()
+        moves = plan_moves(source_cells.tolist(), cells)
+        unit = _unit(cell_bytes)
+        saved_rows = torch.arange(
+            moves.saved_cells.numel(), dtype=torch.int32
+        ) * (cell_bytes // unit)
+        return (
+            Moves(
+                moves.to_cells.to(device),
+                moves.from_cells.to(device),
+                moves.saved_cells.to(device),
+                moves.groups,
+            ),
+            saved_rows.to(device),
+        )
+
+    moves, saved_rows = conversion.table("moves", device, build)
+    return InPlace(job, moves, cell_bytes, cells, saved_rows)
+
+
+def _gather_table(conversion: Conversion, unit: int, device: torch.device):
+    """(source row, first unit of the row in the result), int32 per result row."""
+
+    def build():
+        rows, row_bytes = conversion.shape
+        run = conversion.tiling.run or row_bytes
+        start = conversion.tiling.cells(rows, row_bytes)[:, 0] * (run // unit)
+        return (
+            conversion.rows.to(torch.int32).to(device),
+            start.to(torch.int32).to(device),
+        )
+
+    return conversion.table(f"gather{unit}", device, build)
+
+
+def _gather(source: torch.Tensor, out: torch.Tensor, conversion: Conversion) -> None:
+    """Write all experts of `source` into `out`, uint8 [experts, bytes]."""
+    rows, row_bytes = conversion.shape
+    source_rows, source_bytes = conversion.source_shape
+    del source_rows
+    run = conversion.tiling.run
+    strides = (source.stride(0), source.stride(1), out.stride(0))
+    addresses = (source.data_ptr(), out.data_ptr())
+    unit = _unit(row_bytes, source_bytes, run, *strides, *addresses)
+    from_rows, to_units = _gather_table(conversion, unit, source.device)
+    step = 0
+    if run:
+        places = conversion.tiling.cells(rows, row_bytes)
+        if places.shape[1] > 1:
+            step = int(places[0, 1] - places[0, 0]) * (run // unit)
+    _launch_gather(
+        source,
+        out,
+        from_rows,
+        to_units,
+        source_bytes,
+        row_bytes,
+        unit,
+        align=_align(unit, row_bytes, source_bytes, run, *strides, *addresses),
+        run=run // unit,
+        step=step,
+        fill=conversion.fill * sum(256**i for i in range(unit)),
+    )
+
+
+def _launch_gather(
+    source, out, from_rows, to_units, source_bytes, row_bytes, unit, align, run, step,
+    fill,
+):  # fmt: skip
+    n_rows = from_rows.numel()
+    columns = min(_pow2(row_bytes // unit), 128)
+    rows = max(min(_pow2(n_rows), 4096 // columns), 1)
+    data, result = _unit_view(source, unit), _unit_view(out, unit)
+    grid = (
+        triton.cdiv(n_rows, rows),
+        triton.cdiv(row_bytes // unit, columns),
+        source.shape[0],
+    )
+    _gather_rows[grid](
+        data,
+        result,
+        from_rows,
+        to_units,
+        n_rows,
+        source_bytes // unit,
+        row_bytes // unit,
+        data.stride(0),
+        data.stride(1),
+        result.stride(0),
+        step,
+        FILL=fill,
+        RUN=run,
+        ALIGN=align,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
+    )
+
+
+def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Convert some experts, uint8 [experts, rows, row_bytes], in place."""
+    moves, cell = plan.moves, plan.cell_bytes
+    if not moves.groups:
+        return
+    n_saved = moves.saved_cells.numel()
+    flat = experts.as_strided(
+        (experts.shape[0], experts[0].numel() // cell, cell),
+        (experts.stride(0), cell, 1),
+    )
+    sizes = (cell, flat.stride(0), flat.data_ptr())
+    unit = _unit(*sizes)
+    align = _align(unit, *sizes)
+    saved = scratch[: max(experts.shape[0] * n_saved * cell, unit)]
+    if n_saved:
+        _launch_gather(
+            flat,
+            saved.view(experts.shape[0], n_saved * cell),
+            moves.saved_cells,
+            plan.saved_rows if unit == _unit(cell) else plan.saved_rows * (
+                _unit(cell) // unit
+            ),
+            cell,
+            cell,
+            unit,
+            align=align,
+            run=0,
+            step=0,
+            fill=0,
+        )
+    data = _unit_view(flat, unit)
+    columns = min(_pow2(cell // unit), 256 // unit)
+    _move_cells[(moves.groups, triton.cdiv(cell // unit, columns), experts.shape[0])](
+        data,
+        _unit_view(saved, unit),
+        moves.to_cells,
+        moves.from_cells,
+        cell // unit,
+        data.stride(0),
+        n_saved * (cell // unit),
+        ALIGN=align,
+        CELLS=plan.cells,
+        COLUMNS=columns,
+        num_warps=8,
+    )
+
+
+def run(jobs: Sequence[Job], budget: int) -> None:
+    """Convert these tensors; scratch is at most `budget` bytes, or what one
+    expert needs."""
+    plans: list[tuple[Job, InPlace | None, int]] = []  # job, plan, experts at once
+    need: dict[torch.device, int] = {}
+    for job in jobs:
+        plan, at_once = None, MAX_EXPERTS
+        if job.out is None:
+            if _moves_in_place(job.conversion):
+                plan = _plan_in_place(job)
+                per_expert = plan.scratch_per_expert
+            else:
+                per_expert = prod(job.conversion.shape)
+                unit = _unit(job.conversion.tiling.run)
+                _gather_table(job.conversion, unit, job.source.device)
+            if per_expert:
+                at_once = min(MAX_EXPERTS, max(1, budget // per_expert))
+            at_once = min(at_once, job.source.shape[0])
+            device = job.source.device
+            need[device] = max(need.get(device, 16), at_once * per_expert)
+        plans.append((job, plan, at_once))
+    scratch = {
+        device: torch.empty(size, dtype=torch.uint8, device=device)
+        for device, size in need.items()
+    }
+    for job, plan, at_once in plans:
+        for first in range(0, job.source.shape[0], at_once):
+            experts = job.source[first : first + at_once]
+            if job.out is not None:
+                _gather(experts, job.out[first : first + at_once], job.conversion)
+            elif plan is not None:
+                _move(plan, experts, scratch[experts.device])
+            else:
+                size = experts.shape[0] * prod(job.conversion.shape)
+                result = scratch[experts.device][:size].view(experts.shape[0], -1)
+                _gather(experts, result, job.conversion)
+                experts.copy_(result.view(experts.shape))
