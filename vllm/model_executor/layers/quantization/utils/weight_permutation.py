@@ -288,29 +288,26 @@ def convert_(
         if result.numel():
             flat = result.view(experts, rows * row_bytes)
             jobs.append(Job(source, conversion, flat))
-    for triton in (False, True):
-        group = [job for job in jobs if use_triton(job.source) is triton]
-        if group:
-            run = _triton_kernels().run if triton else run_torch
-            run(group, budget)
+    if jobs:
+        device = jobs[0].source.device
+        if any(job.source.device != device for job in jobs):
+            found = sorted({str(job.source.device) for job in jobs})
+            raise ValueError(f"a layer's weights must be on one device, not {found}")
+        run = _triton_kernels().run if use_triton(jobs[0].source) else run_torch
+        run(jobs, budget)
     return results
 
 
 def run_torch(jobs: Sequence[Job], budget: int) -> None:
     """Plain torch executor: one expert of scratch at a time, whatever `budget`."""
     del budget
-    need: dict[torch.device, int] = {}
+    device = jobs[0].source.device
+    need = max(sum(_torch_scratch(job.conversion)) for job in jobs)
+    scratch = torch.empty(need, dtype=torch.uint8, device=device)
     for job in jobs:
-        gathered, laid_out = _torch_scratch(job.conversion)
-        device = job.source.device
-        need[device] = max(need.get(device, 0), gathered + laid_out)
         job.conversion.row_index(device)
-    scratch = {
-        device: torch.empty(size, dtype=torch.uint8, device=device)
-        for device, size in need.items()
-    }
     for job in jobs:
-        _convert_experts(job, scratch[job.source.device])
+        _convert_experts(job, scratch)
 
 
 def _torch_scratch(conversion: Conversion) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.utils.weight_permutation import (
 )
 
 GROUP_BYTES = 32 * 1024  # what one program holds in registers
+STRIP_BYTES = 256  # of each cell, in one program
 MIN_CELL_BYTES = 32  # one sector: shorter cells waste the memory's bandwidth
 MAX_EXPERTS = 65535  # limit of the grid's third dimension
 
@@ -223,106 +224,127 @@ class InPlace:
     moves: Moves
     cell_bytes: int
     cells: int
-    saved_rows: torch.Tensor  # where each saved cell goes, in units
+    unit: int
+    saved_units: torch.Tensor  # where each saved cell goes, in units
 
     @property
     def scratch_per_expert(self) -> int:
         return self.moves.saved_cells.numel() * self.cell_bytes
 
 
-def _cell_bytes(conversion: Conversion) -> int:
-    return conversion.tiling.run or conversion.shape[1]
-
-
-def _moves_in_place(conversion: Conversion) -> bool:
-    return conversion.tiling.run == 0 or conversion.tiling.run >= MIN_CELL_BYTES
-
-
 def _plan_in_place(job: Job) -> InPlace:
-    conversion, device = job.conversion, job.source.device
-    cell_bytes = _cell_bytes(conversion)
-    strip = min(_pow2(cell_bytes), 256)
-    n_cells = prod(conversion.shape) // cell_bytes
-    cells = min(_pow2(n_cells), max(GROUP_BYTES // strip, 1))
+    conversion, source = job.conversion, job.source
+    rows, row_bytes = conversion.shape
+    cell_bytes = conversion.tiling.run or row_bytes
+    strip = min(_pow2(cell_bytes), STRIP_BYTES)
+    n_cells = rows * row_bytes // cell_bytes
+    cells = min(_pow2(n_cells), GROUP_BYTES // strip)
+    unit = _unit(cell_bytes, source.stride(0), source.data_ptr())
 
     def build():
-        rows, row_bytes = conversion.shape
         place = conversion.tiling.cells(rows, row_bytes)
         runs = place.shape[1]
         origin = conversion.rows[:, None] * runs + torch.arange(runs)
         source_cells = torch.empty(n_cells, dtype=torch.int64)
         source_cells[place.flatten()] = origin.flatten()
         moves = plan_moves(source_cells.tolist(), cells)
-        unit = _unit(cell_bytes)
-        saved_rows = torch.arange(
-            moves.saved_cells.numel(), dtype=torch.int32
-        ) * (cell_bytes // unit)
-        return (
-            Moves(
-                moves.to_cells.to(device),
-                moves.from_cells.to(device),
-                moves.saved_cells.to(device),
-                moves.groups,
-            ),
-            saved_rows.to(device),
+        return Moves(
+            moves.to_cells.to(source.device),
+            moves.from_cells.to(source.device),
+            moves.saved_cells.to(source.device),
+            moves.groups,
         )
 
-    moves, saved_rows = conversion.table("moves", device, build)
-    return InPlace(job, moves, cell_bytes, cells, saved_rows)
+    moves = conversion.table("moves", source.device, build)
+
+    def saved_units():
+        number = torch.arange(moves.saved_cells.numel(), dtype=torch.int32)
+        return (number * (cell_bytes // unit)).to(source.device)
+
+    return InPlace(
+        job,
+        moves,
+        cell_bytes,
+        cells,
+        unit,
+        conversion.table(f"saved{unit}", source.device, saved_units),
+    )
+
+
+@dataclass(frozen=True)
+class GatherTable:
+    from_rows: torch.Tensor  # int32, source row of each result row, -1: padding
+    to_units: torch.Tensor  # int32, first unit of each result row
+    step: int  # units from one run of a row to the next
 
 
 def _gather_table(conversion: Conversion, unit: int, device: torch.device):
-    """(source row, first unit of the row in the result), int32 per result row."""
-
     def build():
         rows, row_bytes = conversion.shape
         run = conversion.tiling.run or row_bytes
-        start = conversion.tiling.cells(rows, row_bytes)[:, 0] * (run // unit)
-        return (
+        places = conversion.tiling.cells(rows, row_bytes) * (run // unit)
+        several = rows and places.shape[1] > 1
+        return GatherTable(
             conversion.rows.to(torch.int32).to(device),
-            start.to(torch.int32).to(device),
+            places[:, 0].to(torch.int32).to(device),
+            int(places[0, 1] - places[0, 0]) if several else 0,
         )
 
     return conversion.table(f"gather{unit}", device, build)
 
 
+def _gather_sizes(
+    source: torch.Tensor, out: torch.Tensor, conversion: Conversion
+) -> tuple[int, ...]:
+    """All byte counts that a gather's accesses must be a multiple of."""
+    return (
+        conversion.shape[1],
+        conversion.source_shape[1],
+        conversion.tiling.run,
+        *source.stride()[:2],
+        out.stride(0),
+        source.data_ptr(),
+        out.data_ptr(),
+    )
+
+
 def _gather(source: torch.Tensor, out: torch.Tensor, conversion: Conversion) -> None:
     """Write all experts of `source` into `out`, uint8 [experts, bytes]."""
-    rows, row_bytes = conversion.shape
-    source_rows, source_bytes = conversion.source_shape
-    del source_rows
-    run = conversion.tiling.run
-    strides = (source.stride(0), source.stride(1), out.stride(0))
-    addresses = (source.data_ptr(), out.data_ptr())
-    unit = _unit(row_bytes, source_bytes, run, *strides, *addresses)
-    from_rows, to_units = _gather_table(conversion, unit, source.device)
-    step = 0
-    if run:
-        places = conversion.tiling.cells(rows, row_bytes)
-        if places.shape[1] > 1:
-            step = int(places[0, 1] - places[0, 0]) * (run // unit)
+    sizes = _gather_sizes(source, out, conversion)
+    unit = _unit(*sizes)
+    table = _gather_table(conversion, unit, source.device)
     _launch_gather(
         source,
         out,
-        from_rows,
-        to_units,
-        source_bytes,
-        row_bytes,
+        table.from_rows,
+        table.to_units,
+        conversion.source_shape[1],
+        conversion.shape[1],
         unit,
-        align=_align(unit, row_bytes, source_bytes, run, *strides, *addresses),
-        run=run // unit,
-        step=step,
+        align=_align(unit, *sizes),
+        run=conversion.tiling.run // unit,
+        step=table.step,
         fill=conversion.fill * sum(256**i for i in range(unit)),
     )
 
 
 def _launch_gather(
-    source, out, from_rows, to_units, source_bytes, row_bytes, unit, align, run, step,
-    fill,
-):  # fmt: skip
+    source: torch.Tensor,
+    out: torch.Tensor,
+    from_rows: torch.Tensor,
+    to_units: torch.Tensor,
+    source_bytes: int,
+    row_bytes: int,
+    unit: int,
+    *,
+    align: int,
+    run: int = 0,
+    step: int = 0,
+    fill: int = 0,
+) -> None:
     n_rows = from_rows.numel()
     columns = min(_pow2(row_bytes // unit), 128)
-    rows = max(min(_pow2(n_rows), 4096 // columns), 1)
+    rows = min(_pow2(n_rows), 4096 // columns)
     data, result = _unit_view(source, unit), _unit_view(out, unit)
     grid = (
         triton.cdiv(n_rows, rows),
@@ -352,37 +374,28 @@ def _launch_gather(
 
 def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
     """Convert some experts, uint8 [experts, rows, row_bytes], in place."""
-    moves, cell = plan.moves, plan.cell_bytes
+    moves, cell, unit = plan.moves, plan.cell_bytes, plan.unit
     if not moves.groups:
         return
-    n_saved = moves.saved_cells.numel()
-    flat = experts.as_strided(
-        (experts.shape[0], experts[0].numel() // cell, cell),
-        (experts.stride(0), cell, 1),
-    )
-    sizes = (cell, flat.stride(0), flat.data_ptr())
-    unit = _unit(*sizes)
-    align = _align(unit, *sizes)
-    saved = scratch[: max(experts.shape[0] * n_saved * cell, unit)]
+    n_experts, n_saved = experts.shape[0], moves.saved_cells.numel()
+    cells = experts[0].numel() // cell
+    flat = experts.as_strided((n_experts, cells, cell), (experts.stride(0), cell, 1))
+    align = _align(unit, cell, experts.stride(0), experts.data_ptr())
+    saved = scratch[: max(n_experts * n_saved * cell, unit)]
     if n_saved:
         _launch_gather(
             flat,
-            saved.view(experts.shape[0], n_saved * cell),
+            saved.view(n_experts, -1),
             moves.saved_cells,
-            plan.saved_rows if unit == _unit(cell) else plan.saved_rows * (
-                _unit(cell) // unit
-            ),
+            plan.saved_units,
             cell,
             cell,
             unit,
             align=align,
-            run=0,
-            step=0,
-            fill=0,
         )
+    columns = min(_pow2(cell // unit), STRIP_BYTES // unit)
     data = _unit_view(flat, unit)
-    columns = min(_pow2(cell // unit), 256 // unit)
-    _move_cells[(moves.groups, triton.cdiv(cell // unit, columns), experts.shape[0])](
+    _move_cells[(moves.groups, triton.cdiv(cell // unit, columns), n_experts)](
         data,
         _unit_view(saved, unit),
         moves.to_cells,
@@ -398,39 +411,39 @@ def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
 
 
 def run(jobs: Sequence[Job], budget: int) -> None:
-    """Convert these tensors; scratch is at most `budget` bytes, or what one
-    expert needs."""
+    """Convert these tensors, all on one device; scratch is at most `budget`
+    bytes, or what one expert needs."""
     plans: list[tuple[Job, InPlace | None, int]] = []  # job, plan, experts at once
-    need: dict[torch.device, int] = {}
+    need = 16
     for job in jobs:
-        plan, at_once = None, MAX_EXPERTS
+        plan, per_expert = None, 0
         if job.out is None:
-            if _moves_in_place(job.conversion):
+            if job.conversion.tiling.run in range(1, MIN_CELL_BYTES):
+                per_expert = prod(job.conversion.shape)
+            else:
                 plan = _plan_in_place(job)
                 per_expert = plan.scratch_per_expert
-            else:
-                per_expert = prod(job.conversion.shape)
-                unit = _unit(job.conversion.tiling.run)
-                _gather_table(job.conversion, unit, job.source.device)
-            if per_expert:
-                at_once = min(MAX_EXPERTS, max(1, budget // per_expert))
-            at_once = min(at_once, job.source.shape[0])
-            device = job.source.device
-            need[device] = max(need.get(device, 16), at_once * per_expert)
+        at_once = min(MAX_EXPERTS, job.source.shape[0])
+        if per_expert:
+            at_once = min(at_once, max(1, budget // per_expert))
+        need = max(need, at_once * per_expert)
         plans.append((job, plan, at_once))
-    scratch = {
-        device: torch.empty(size, dtype=torch.uint8, device=device)
-        for device, size in need.items()
-    }
+    scratch = torch.empty(need, dtype=torch.uint8, device=jobs[0].source.device)
+    for job, plan, _ in plans:
+        # Index tables too must exist before the first write.
+        if plan is None:
+            out = scratch[None] if job.out is None else job.out
+            unit = _unit(*_gather_sizes(job.source, out, job.conversion))
+            _gather_table(job.conversion, unit, job.source.device)
     for job, plan, at_once in plans:
         for first in range(0, job.source.shape[0], at_once):
             experts = job.source[first : first + at_once]
             if job.out is not None:
                 _gather(experts, job.out[first : first + at_once], job.conversion)
             elif plan is not None:
-                _move(plan, experts, scratch[experts.device])
+                _move(plan, experts, scratch)
             else:
                 size = experts.shape[0] * prod(job.conversion.shape)
-                result = scratch[experts.device][:size].view(experts.shape[0], -1)
+                result = scratch[:size].view(experts.shape[0], -1)
                 _gather(experts, result, job.conversion)
                 experts.copy_(result.view(experts.shape))
