@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the series on a git checkout of upstream, one commit per patch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import textwrap
+from pathlib import Path
+
+from tools.series.base import git, open_base
+from tools.series.errors import Refusal
+from tools.series.manifest import Patch, Series
+from tools.series.series import Applied, apply_series
+
+
+def apply_to_checkout(series: Series, checkout: Path) -> list[Applied]:
+    """Commit every patch on top of HEAD and update the working tree.
+
+    All commits are made beside the branch first; the working tree and the branch move
+    at the end, together. Raises ``Refusal``, with nothing changed, for a folder that
+    is not the top of a git checkout, uncommitted changes, a base that is not known or
+    already carries the series, and a patch that does not fit.
+    """
+    checkout = checkout.resolve()
+    top = git(checkout, "rev-parse", "--show-toplevel", check=False).strip()
+    if not top or Path(top).resolve() != checkout:
+        raise Refusal("is not the top folder of a git checkout", file=str(checkout))
+    dirty = git(checkout, "status", "--porcelain", "--untracked-files=no").splitlines()
+    if dirty:
+        raise Refusal(
+            f"the checkout has uncommitted changes ({dirty[0].strip()}): commit or "
+            "stash them first",
+            file=str(checkout),
+        )
+    base = open_base(checkout, series.bases)
+    applied = apply_series(series, base)
+    tracked = set(git(checkout, "ls-files", "-z").split("\0"))
+    for done in applied:
+        for change in done.changes:
+            if change.before is None and (checkout / change.path).is_symlink():
+                raise Refusal("is a link", patch=done.patch.id, file=change.path)
+            if change.before is not None and change.path not in tracked:
+                made = any(
+                    c.path == change.path and c.before is None
+                    for a in applied
+                    for c in a.changes
+                )
+                if not made:
+                    raise Refusal(
+                        "git does not track it", patch=done.patch.id, file=change.path
+                    )
+    old = git(checkout, "rev-parse", "HEAD").strip()
+    new = _commits(checkout, old, applied)
+    git(checkout, "read-tree", "-m", "-u", old, new)
+    try:
+        git(checkout, "update-ref", "-m", "series: apply", "HEAD", new, old)
+    except Refusal:
+        git(checkout, "read-tree", "-m", "-u", new, old)
+        raise
+    return applied
+
+
+def _commits(checkout: Path, parent: str, applied: list[Applied]) -> str:
+    """Commits for all patches on top of ``parent``, reachable from no branch yet."""
+    with tempfile.TemporaryDirectory() as scratch:
+        env = os.environ | {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
+        git(checkout, "read-tree", parent, env=env)
+        for done in applied:
+            rows = []
+            for change in done.changes:
+                blob = Path(scratch) / "blob"
+                blob.write_bytes(change.after)
+                name = git(checkout, "hash-object", "-w", "--no-filters", str(blob))
+                mode = _mode(checkout, parent, change.path)
+                rows.append(f"{mode} {name.strip()}\t{change.path}")
+            git(
+                checkout,
+                "update-index",
+                "--add",
+                "--index-info",
+                env=env,
+                input="\n".join(rows) + "\n",
+            )
+            tree = git(checkout, "write-tree", env=env).strip()
+            message = commit_message(done.patch)
+            parent = git(
+                checkout, "commit-tree", tree, "-p", parent, "-F", "-", input=message
+            ).strip()
+    return parent
+
+
+def _mode(checkout: Path, commit: str, path: str) -> str:
+    row = git(checkout, "ls-tree", commit, "--", path)
+    return row.split()[0] if row else "100644"
+
+
+def commit_message(patch: Patch) -> str:
+    """Title, why, how and test plan, as a reviewer of one commit needs them."""
+    parts = [
+        patch.title,
+        patch.why.strip(),
+        patch.how.strip(),
+        f"Tested: {patch.tested.strip()}",
+        _fill(f"Can go when: {patch.goes_when.strip()}"),
+        f"Series-Patch: {patch.id}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _fill(text: str) -> str:
+    return text if "\n" in text else textwrap.fill(text, 72)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the ordered patches over a base, in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from tools.series import cmake, edits, graft, imports, notice, syntax
+from tools.series.base import Base
+from tools.series.errors import Refusal
+from tools.series.manifest import Definitions, Edit, Patch, Series
+
+ALREADY = "the series is already applied here"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file before and after a patch; ``before`` is None for a new file."""
+
+    path: str
+    before: bytes | None
+    after: bytes
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A patch and what it changed on this base, in the patch's own order."""
+
+    patch: Patch
+    changes: tuple[Change, ...]
+
+
+def apply_series(series: Series, base: Base, *, notices: bool = True) -> list[Applied]:
+    """Apply every patch in order and return what each one changed.
+
+    The base is only read. On a base without sources, changes outside ``vllm/`` are
+    left out. ``notices=False`` leaves out the licence's notice of change, for patches
+    that are sent to upstream itself. Raises ``Refusal`` at the first patch that does
+    not fit, naming patch, file and anchor.
+    """
+    tree = _Tree(series, base, notices)
+    return [tree.apply(patch) for patch in series.patches]
+
+
+def final(applied: list[Applied]) -> dict[str, Change]:
+    """The whole series as one change per file, from the base to the end."""
+    merged: dict[str, Change] = {}
+    for done in applied:
+        for change in done.changes:
+            first = merged.get(change.path, change)
+            merged[change.path] = Change(change.path, first.before, change.after)
+    return merged
+
+
+class _Tree:
+    """The base with the changes so far on top."""
+
+    def __init__(self, series: Series, base: Base, notices: bool) -> None:
+        self.series = series
+        self.base = base
+        self.notices = notices
+        self.changed: dict[str, bytes] = {}
+
+    def apply(self, patch: Patch) -> Applied:
+        changes: list[Change] = []
+        for path, make in (
+            *((path, self._new) for path in patch.new_files),
+            *((r.path, self._replaced) for r in patch.replaced_files),
+            *((path, self._grafted) for path in patch.grafted_paths()),
+        ):
+            if not self.base.has_sources and not path.startswith("vllm/"):
+                continue
+            try:
+                made = make(patch, path)
+            except Refusal as refusal:
+                raise refusal.at(patch=patch.id, file=path) from None
+            for change in made:
+                self.changed[change.path] = change.after
+                changes.append(change)
+        return Applied(patch, tuple(changes))
+
+    def _exists(self, path: str) -> bool:
+        return path in self.changed or self.base.exists(path)
+
+    def _read(self, path: str) -> bytes:
+        if path in self.changed:
+            return self.changed[path]
+        if not self.base.exists(path):
+            raise Refusal("the base has no such file", file=path)
+        return self.base.read(path)
+
+    def _new(self, patch: Patch, path: str) -> list[Change]:
+        ours = self.series.ours(path)
+        if self._exists(path):
+            same = self._read(path) == ours
+            raise Refusal(ALREADY if same else "the base has a file of this name")
+        return [Change(path, None, ours)]
+
+    def _replaced(self, patch: Patch, path: str) -> list[Change]:
+        before, ours = self._read(path), self.series.ours(path)
+        if before == ours:
+            raise Refusal(ALREADY)
+        changes = [Change(path, before, ours)]
+        for kept in [r.kept_as for r in patch.replaced_files if r.path == path]:
+            if kept and self._exists(kept):
+                raise Refusal("the base has a file of this name", file=kept)
+            if kept:
+                changes.append(Change(kept, None, before))
+        return changes
+
+    def _grafted(self, patch: Patch, path: str) -> list[Change]:
+        before = self._read(path)
+        text = before.decode()
+        if path not in self.changed and notice.has_notice(text):
+            raise Refusal(ALREADY)
+        parts = [part for part in patch.definitions if part.path == path]
+        changes = [edit for edit in patch.edits if edit.path == path]
+        if path.endswith((".txt", ".cmake")):
+            after = text
+            for edit in changes:
+                after = cmake.apply_edit(after, edit)
+        else:
+            fragment = (
+                self.series.ours(path).decode()
+                if any(part.names for part in parts)
+                else ""
+            )
+            after = change_python(text, fragment, parts, changes)
+        if after == text:
+            raise Refusal("the patch changes nothing in this file")
+        if self.notices and not notice.has_notice(after):
+            after = notice.with_notice(after, path)
+        return [Change(path, before, after.encode())]
+
+
+def change_python(
+    text: str, fragment: str, parts: list[Definitions], changes: list[Edit]
+) -> str:
+    """One Python file after edits, definitions and the imports that both need.
+
+    The edits come first, so that their anchors are looked for in the text that the
+    earlier patches left and not in what this patch brings.
+    """
+    module = syntax.parse(text)
+    ours = syntax.parse(fragment)
+    for edit in changes:
+        module = edits.apply_edit(module, edit)
+    for part in parts:
+        module = graft.graft(module, ours, part)
+    needed = [line for edit in changes for line in edit.imports]
+    module = imports.merge(module, imports.of_lines(needed, module))
+    names = [name for part in parts for name in part.names]
+    used = syntax.used_names(graft.owned_text(ours, names))
+    module = imports.merge(
+        module, [item for item in imports.of_module(ours) if item.bound in used]
+    )
+    return _checked(imports.prune(text, module))
+
+
+def _checked(module: cst.Module) -> str:
+    """The module's text, once it is sure that it still is Python."""
+    syntax.parse(module.code)
+    return module.code
