@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.series.base import git, open_base
 from tools.series.errors import Refusal
 from tools.series.manifest import Patch, Series
-from tools.series.series import Applied, apply_series
+from tools.series.series import Applied, apply_series, final
 
 
 def apply_to_checkout(series: Series, checkout: Path) -> list[Applied]:
@@ -36,20 +36,9 @@ def apply_to_checkout(series: Series, checkout: Path) -> list[Applied]:
     base = open_base(checkout, series.bases)
     applied = apply_series(series, base)
     tracked = set(git(checkout, "ls-files", "-z").split("\0"))
-    for done in applied:
-        for change in done.changes:
-            if change.before is None and (checkout / change.path).is_symlink():
-                raise Refusal("is a link", patch=done.patch.id, file=change.path)
-            if change.before is not None and change.path not in tracked:
-                made = any(
-                    c.path == change.path and c.before is None
-                    for a in applied
-                    for c in a.changes
-                )
-                if not made:
-                    raise Refusal(
-                        "git does not track it", patch=done.patch.id, file=change.path
-                    )
+    for change in final(applied).values():
+        if change.before is not None and change.path not in tracked:
+            raise Refusal("git does not track it", file=change.path)
     old = git(checkout, "rev-parse", "HEAD").strip()
     new = _commits(checkout, old, applied)
     git(checkout, "read-tree", "-m", "-u", old, new)

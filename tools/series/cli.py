@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.series import diff, extension, fetch
+from tools.series import diff, extension, fetch, lint
 from tools.series.base import Base, open_base
 from tools.series.checkout import apply_to_checkout
 from tools.series.errors import Refusal
 from tools.series.manifest import Series, load
 from tools.series.series import Applied, apply_series, final
-from tools.series.wheel import build_wheel
+from tools.series.wheel import PATCH_LIST, build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     wheel.add_argument("--out", type=Path, default=Path("dist"), metavar="DIR")
     wheel.add_argument("--base", default=None, metavar="BASE", help="another wheel")
     wheel.set_defaults(run=_wheel)
+
+    linting = commands.add_parser("lint", help="ruff and mypy on the grafted files")
+    linting.add_argument("base", nargs="?", metavar="BASE")
+    linting.set_defaults(run=_lint)
+
+    installed = commands.add_parser(
+        "installed", help="import the vllm of this Python and list its patches"
+    )
+    installed.set_defaults(run=_installed)
     return parser
 
 
@@ -127,6 +139,26 @@ def _diff(series: Series, options: argparse.Namespace) -> None:
 def _apply(series: Series, options: argparse.Namespace) -> None:
     for done in apply_to_checkout(series, options.checkout):
         print(f"{done.patch.id}  committed  ({_count(done)})")
+
+
+def _lint(series: Series, options: argparse.Namespace) -> None:
+    base = _base(series, options.base or series.bases[0])
+    changed = final(apply_series(series, base))
+    found = lint.findings(changed.values())
+    if found:
+        raise Refusal("\n".join(["the graft brings new findings:", *found]))
+    print(f"{len(changed)} grafted files: nothing new from ruff and mypy")
+
+
+def _installed(series: Series, _: argparse.Namespace) -> None:
+    distribution = importlib.metadata.distribution("vllm")
+    listing = distribution.read_text(PATCH_LIST)
+    if listing is None:
+        raise Refusal(f"vllm {distribution.version} carries no series")
+    vllm = importlib.import_module("vllm")
+    print(f"vllm {vllm.__version__} from {Path(str(vllm.__file__)).parent}")
+    for row in json.loads(listing):
+        print(f"{row['id']}  {row['title']}")
 
 
 def _wheel(series: Series, options: argparse.Namespace) -> None:

@@ -215,6 +215,7 @@ _KINDS: dict[str, tuple[type[cst.CSTNode], ...]] = {
     "try": (cst.Try, cst.TryStar),
     "except": (cst.ExceptHandler, cst.ExceptStarHandler),
     "finally": (cst.Finally,),
+    "def": (cst.FunctionDef,),
 }
 
 
@@ -228,7 +229,7 @@ def _is_inside(match: Match, inside: str | Anchor | None) -> bool:
             and _is_inside(Match(node, None, around[:i]), inside.inside)
             for i, node in enumerate(around)
         )
-    known = (*(k for kinds in _KINDS.values() for k in kinds), cst.FunctionDef)
+    known = tuple(kind for kinds in _KINDS.values() for kind in kinds)
     blocks = [node for node in around if isinstance(node, known)]
     return bool(blocks) and isinstance(blocks[-1], _KINDS[inside])
 

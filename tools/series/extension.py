@@ -21,7 +21,9 @@ def compile_extension(series: Series) -> bytes | None:
     """The compiled extension, or None where no patch replaces its source."""
     if SOURCE not in [r.path for p in series.patches for r in p.replaced_files]:
         return None
-    cmake = _tool("cmake")
+    cmake = _find("cmake")
+    if cmake is None:
+        raise Refusal("cmake is not installed: pip install cmake")
     include = _cuda_include()
     with tempfile.TemporaryDirectory() as scratch:
         build, prefix = f"{scratch}/build", f"{scratch}/out"
@@ -33,6 +35,7 @@ def compile_extension(series: Series) -> bytes | None:
             build,
             f"-DCUDA_INCLUDE={include}",
             f"-DPython3_EXECUTABLE={sys.executable}",
+            *(["-G", "Ninja"] if _find("ninja") else []),
         )
         _run(cmake, "--build", build, "--target", "cumem_allocator")
         _run(cmake, "--install", build, "--prefix", prefix)
@@ -42,12 +45,10 @@ def compile_extension(series: Series) -> bytes | None:
         return found[0].read_bytes()
 
 
-def _tool(name: str) -> str:
+def _find(name: str) -> str | None:
+    """A program beside the running Python, where pip puts it, or on the path."""
     beside = str(Path(sys.executable).parent)
-    found = shutil.which(name, path=os.pathsep.join([beside, os.environ["PATH"]]))
-    if found is None:
-        raise Refusal(f"{name} is not installed: pip install {name}")
-    return found
+    return shutil.which(name, path=os.pathsep.join([beside, os.environ["PATH"]]))
 
 
 def _cuda_include() -> Path:

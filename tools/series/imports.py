@@ -132,9 +132,9 @@ def _merge_one(base: cst.Module, item: Imported) -> cst.Module:
     base = _merge_one(base, Imported("typing", "TYPE_CHECKING"))
     body = list(base.body)
     block_text = f"if TYPE_CHECKING:\n    {item}\n"
-    block = syntax.parse_statements(block_text, base)[0]
+    new = syntax.parse_statements(block_text, base)[0]
     end = _run(body)[1]
-    body.insert(end, syntax.with_leading(block, [syntax.blank()]))
+    body.insert(end, syntax.with_leading(new, [syntax.blank()]))
     return base.with_changes(body=body)
 
 

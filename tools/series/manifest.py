@@ -46,7 +46,17 @@ OPS = (
     "set_entry",
     "wrap",
 )
-ENCLOSING = ("if", "else", "for", "while", "with", "try", "except", "finally")
+ENCLOSING = (
+    "if",
+    "else",
+    "for",
+    "while",
+    "with",
+    "try",
+    "except",
+    "finally",
+    "def",
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,8 @@ class Patch:
 
     def grafted_paths(self) -> list[str]:
         """Files of upstream that this patch changes in place, in stated order."""
-        paths = [part.path for part in (*self.definitions, *self.edits)]
+        paths = [part.path for part in self.definitions]
+        paths += [edit.path for edit in self.edits]
         return list(dict.fromkeys(paths))
 
     def paths(self) -> list[str]:
@@ -355,10 +366,15 @@ def _check_ownership(series: Series) -> None:
                 f"it is a whole file of {whole[path]} and a fragment", file=path
             )
         _check_fragment(series, path, owners)
-    for path in _our_files(series.root):
-        spared = any(path == p or path.startswith(p + "/") for p in series.not_grafted)
-        if path not in whole and path not in names and not spared:
-            raise Refusal("no patch owns this file", file=path)
+    unowned = [
+        path
+        for path in _our_files(series.root)
+        if path not in whole
+        and path not in names
+        and not any(path == p or path.startswith(p + "/") for p in series.not_grafted)
+    ]
+    if unowned:
+        raise Refusal(f"no patch owns {', '.join(unowned)}")
 
 
 def _our_files(root: Path) -> Iterator[str]:

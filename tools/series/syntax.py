@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import libcst as cst
 
@@ -111,7 +112,7 @@ def body_of(node: cst.CSTNode) -> Body:
         return node.body
     block = getattr(node, "body", None)
     if isinstance(block, cst.IndentedBlock):
-        return block.body
+        return cast(Body, block.body)
     raise Refusal("its body stands on the same line, so nothing can be put into it")
 
 

@@ -133,30 +133,28 @@ def _write(
         for row in csv.reader(io.StringIO(source.read(f"{info}/RECORD").decode()))
     }
     rows: list[tuple[str, str, str]] = []
-    left = dict(contents)
+    entries: dict[str, zipfile.ZipInfo | None] = {}
+    for entry in source.infolist():
+        name = entry.filename
+        if name.startswith(info + "/"):
+            name = new_info + name.removeprefix(info)
+        entries[name] = entry
+    entries.update((name, None) for name in sorted(contents) if name not in entries)
+    # The format asks for the metadata, RECORD as its end, behind everything else.
+    in_order = sorted(entries, key=lambda name: name.startswith(new_info + "/"))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
-        entries: list[tuple[str, zipfile.ZipInfo | None]] = []
-        for entry in source.infolist():
-            name = entry.filename
-            if name.startswith(info + "/"):
-                name = new_info + name.removeprefix(info)
-            entries.append((name, entry))
-        metadata = [pair for pair in entries if pair[0].startswith(new_info)]
-        package = [pair for pair in entries if not pair[0].startswith(new_info)]
-        have = {name for name, _ in entries}
-        fresh = [(name, None) for name in sorted(set(contents) - have)]
-        for name, entry in (*package, *fresh, *metadata):
+        for name in in_order:
+            old = entries[name]
             if name == record:
                 continue
-            if name in left:
-                data = left.pop(name)
-                target.writestr(_member(name, entry), data)
+            if name in contents:
+                data = contents[name]
+                target.writestr(_member(name, old), data)
                 rows.append((name, _digest(data), str(len(data))))
-            elif entry is not None:
-                _copy(source, entry, target, name)
-                if not entry.is_dir():
-                    digest, size = known[entry.filename]
-                    rows.append((name, digest, size))
+            elif old is not None and not old.is_dir():
+                _copy(source, old, target, name)
+                digest, size = known[old.filename]
+                rows.append((name, digest, size))
         rows.append((record, "", ""))
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)

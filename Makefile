@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo   from a bare machine: build the fork's wheel, install it, show its patches
+# make test   lint and all tests, against the installed fork
+# make wheel  only the wheel, in dist/
+# make lint   ruff and mypy, on our files and on what the graft changes
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamps live in the environment that they speak of, so `rm -rf .venv` starts anew.
+TOOLS := $(VENV)/tools.stamp
+WHEEL := $(VENV)/wheel.stamp
+DEPENDENCIES := $(VENV)/dependencies.stamp
+INSTALLED := $(VENV)/installed.stamp
+
+WHEEL_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc series tools/series vllm \
+	-type f -not -path '*/__pycache__/*')
+
+# CMake and Ninja come from pip, into the environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test wheel lint clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(BIN)/python -m tools.series installed
+
+test: lint $(INSTALLED)
+	$(BIN)/python -m pytest tests
+
+wheel: $(WHEEL)
+
+lint: $(TOOLS)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m tools.series lint
+
+$(TOOLS): requirements/build.txt requirements/test.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements/test.txt
+	touch $@
+
+$(WHEEL): $(TOOLS) $(WHEEL_INPUTS)
+	rm -f dist/vllm-*.whl
+	$(BIN)/python -m tools.series wheel --out dist
+	touch $@
+
+# The first installation brings torch and the rest; later ones replace only our wheel.
+$(INSTALLED): $(WHEEL) tools/series/bases.toml
+	if [ $(DEPENDENCIES) -nt tools/series/bases.toml ]; then \
+		$(BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/vllm-*.whl; \
+	else \
+		$(BIN)/python -m pip install --quiet dist/vllm-*.whl && touch $(DEPENDENCIES); \
+	fi
+	$(BIN)/python -m pip check
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist
