@@ -34,7 +34,7 @@ exit status: 0 done; 1 refused, with one message on stderr and nothing changed;
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        series = load(options.root)
+        series = load(options.root, options.allow_unowned)
         options.run(series, options)
     except Refusal as refusal:
         print(f"series: {refusal}", file=sys.stderr)
@@ -51,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the repository (default: this one)"
+    )
+    parser.add_argument(
+        "--allow-unowned",
+        action="store_true",
+        help="while writing a patch: leave out what no patch owns yet",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from tools.series.errors import Refusal
 from tools.series.series import Change
 
-# Errors in names, imports and their order; the layout of upstream's files is upstream's.
+# Errors in names, imports and their order; the layout of the files is upstream's.
 RUFF_RULES = "E9,F,I"
 _MYPY = (
     "--explicit-package-bases",

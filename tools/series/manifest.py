@@ -178,12 +178,12 @@ _OPTIONAL_TEXT = ("trade_offs", "related")
 _TABLES = ("new_files", "replace_files", "definitions", "edits")
 
 
-def load(root: Path) -> Series:
+def load(root: Path, allow_unowned: bool = False) -> Series:
     """Read and check the whole series of the repository at ``root``.
 
     Raises ``Refusal`` for a manifest that is not understood in every key, a file or
     a definition that no patch or more than one patch owns, and a predecessor that
-    does not come before.
+    does not come before. ``allow_unowned`` leaves out what no patch owns yet.
     """
     settings = _settings(root)
     patches: list[Patch] = []
@@ -204,7 +204,7 @@ def load(root: Path) -> Series:
         bases=_strings(settings, "bases", "pyproject.toml"),
         not_grafted=_strings(settings, "not_grafted", "pyproject.toml"),
     )
-    _check_ownership(series)
+    _check_ownership(series, allow_unowned)
     return series
 
 
@@ -339,7 +339,7 @@ def _strings(table: dict[str, Any], key: str, patch: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _check_ownership(series: Series) -> None:
+def _check_ownership(series: Series, allow_unowned: bool) -> None:
     whole: dict[str, str] = {}
     names: dict[str, dict[str, str]] = {}
     for patch in series.patches:
@@ -365,7 +365,7 @@ def _check_ownership(series: Series) -> None:
             raise Refusal(
                 f"it is a whole file of {whole[path]} and a fragment", file=path
             )
-        _check_fragment(series, path, owners)
+        _check_fragment(series, path, owners, allow_unowned)
     unowned = [
         path
         for path in _our_files(series.root)
@@ -373,7 +373,7 @@ def _check_ownership(series: Series) -> None:
         and path not in names
         and not any(path == p or path.startswith(p + "/") for p in series.not_grafted)
     ]
-    if unowned:
+    if unowned and not allow_unowned:
         raise Refusal(f"no patch owns {', '.join(unowned)}")
 
 
@@ -384,7 +384,9 @@ def _our_files(root: Path) -> Iterator[str]:
                 yield path.relative_to(root).as_posix()
 
 
-def _check_fragment(series: Series, path: str, owners: dict[str, str]) -> None:
+def _check_fragment(
+    series: Series, path: str, owners: dict[str, str], allow_unowned: bool
+) -> None:
     grafted = {
         name
         for patch in series.patches
@@ -405,7 +407,7 @@ def _check_fragment(series: Series, path: str, owners: dict[str, str]) -> None:
         raise refusal.at(file=path) from None
     for name in sorted(grafted - defined):
         raise Refusal(f"the fragment has no {name}", patch=owners[name], file=path)
-    if defined - grafted:
+    if defined - grafted and not allow_unowned:
         raise Refusal(
             f"no patch owns {', '.join(sorted(defined - grafted))}", file=path
         )
