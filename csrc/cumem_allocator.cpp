@@ -7,7 +7,10 @@
 
 #include <sys/types.h>
 
+#include <atomic>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "cumem/allocator.h"
@@ -70,9 +73,18 @@ void notify(PyObject* callable, PyObject* argument, const char* what) {
   Py_DECREF(callable);
 }
 
+// Threads that wait for the GIL, or have it, for the sake of an observer.
+std::atomic<int> observing{0};
+
 template <typename Work>
 void with_gil(Work work) {
-  if (!Py_IsInitialized()) return;
+  observing.fetch_add(1);
+  // Read again after the line above: whoever removes the observers waits for
+  // the threads that are counted there.
+  if (cumem::observer().load() == nullptr || !Py_IsInitialized()) {
+    observing.fetch_sub(1);
+    return;
+  }
   const PyGILState_STATE state = PyGILState_Ensure();
   // The calling thread may be in the middle of an exception of its own.
   PyObject *type, *value, *trace;
@@ -80,6 +92,7 @@ void with_gil(Work work) {
   work();
   PyErr_Restore(type, value, trace);
   PyGILState_Release(state);
+  observing.fetch_sub(1);
 }
 
 const cumem::Observer python_observer = {
@@ -102,8 +115,7 @@ const cumem::Observer python_observer = {
 };
 
 void set_observers(PyObject* on_malloc, PyObject* on_free) {
-  cumem::observer().store(on_malloc ? &python_observer : nullptr,
-                          std::memory_order_release);
+  cumem::observer().store(on_malloc ? &python_observer : nullptr);
   Py_XINCREF(on_malloc);
   Py_XINCREF(on_free);
   PyObject* const old_malloc = std::exchange(observe_malloc, on_malloc);
@@ -114,6 +126,13 @@ void set_observers(PyObject* on_malloc, PyObject* on_free) {
 
 PyObject* forget_observers(PyObject*, PyObject*) {
   set_observers(nullptr, nullptr);
+  without_gil([] {
+    // An observer that never returns must not keep the process from ending.
+    for (int tries = 0; observing.load() != 0 && tries < 1000; ++tries) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  });
   Py_RETURN_NONE;
 }
 
@@ -121,8 +140,8 @@ PyMethodDef forget_observers_method = {
     "forget_observers", forget_observers, METH_NOARGS, nullptr};
 
 // Observers must not be called once the interpreter is being finalized: a
-// thread that asks for the GIL then never returns. Handlers of `atexit` run
-// before that point.
+// thread that asks for the GIL then is ended inside PyTorch. Handlers of
+// `atexit` run before that point.
 bool forget_observers_at_exit() {
   static bool registered = false;
   if (registered) return true;

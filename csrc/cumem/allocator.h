@@ -79,9 +79,13 @@ inline Status build_segment(std::int64_t size, Segment* segment) {
   status = CUMEM_CALL(cuMemAddressReserve, &address, segment->size, 0, 0, 0);
   if (!status.ok()) return status;
   Handle handle = 0;
-  status = map_memory(*traits, address, segment->size, &handle);
+  bool mapped = false;
+  status = map_memory(*traits, address, segment->size, &handle, &mapped);
   if (!status.ok()) {
-    status.also(CUMEM_CALL(cuMemAddressFree, address, segment->size));
+    // Addresses that are still mapped must not be handed out again.
+    if (!mapped) {
+      status.also(CUMEM_CALL(cuMemAddressFree, address, segment->size));
+    }
     return status;
   }
   segment->address = address;
@@ -122,8 +126,7 @@ inline Status release_segment(const Segment& segment) {
     status.also(CUMEM_CALL(cuMemRelease, segment.handle));
   }
   table().forget(segment.address);
-  // Addresses that are still mapped must not be handed out again.
-  if (!mapped) {
+  if (!mapped) {  // as in build_segment
     status.also(CUMEM_CALL(cuMemAddressFree, segment.address, segment.size));
   }
   return status;
@@ -179,6 +182,7 @@ inline Status wake_segment(int device, std::uint64_t size,
       table().begin_change(address, size, device, true, &segment);
   if (!refusal.empty()) return Status::refused(refusal);
   Handle handle = 0;
+  bool mapped = false;
   Status status;
   std::optional<Segment> postponed;
   {
@@ -186,7 +190,9 @@ inline Status wake_segment(int device, std::uint64_t size,
     const DeviceTraits* traits = nullptr;
     status = working_on.status();
     if (status.ok()) status = device_traits(device, &traits);
-    if (status.ok()) status = map_memory(*traits, address, size, &handle);
+    if (status.ok()) {
+      status = map_memory(*traits, address, size, &handle, &mapped);
+    }
     table().end_change(address, !status.ok(), handle, &postponed);
   }
   release_postponed(postponed);

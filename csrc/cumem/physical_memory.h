@@ -88,9 +88,11 @@ inline Status create_memory(const DeviceTraits& traits, std::uint64_t size,
 }
 
 // Puts fresh physical memory behind [address, address + size), readable and
-// writable by its device. On failure nothing is left behind.
+// writable by its device. On failure nothing is left behind; only if the driver
+// refuses to undo the mapping, `mapped` stays true.
 inline Status map_memory(const DeviceTraits& traits, CUdeviceptr address,
-                         std::uint64_t size, Handle* handle) {
+                         std::uint64_t size, Handle* handle, bool* mapped) {
+  *mapped = false;
   Status status = create_memory(traits, size, handle);
   if (!status.ok()) return status;
   status = CUMEM_CALL(cuMemMap, address, size, 0, *handle, 0);
@@ -99,8 +101,11 @@ inline Status map_memory(const DeviceTraits& traits, CUdeviceptr address,
     access.location = traits.prop.location;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     status = CUMEM_CALL(cuMemSetAccess, address, size, &access, 1);
+    *mapped = true;
     if (status.ok()) return status;
-    status.also(CUMEM_CALL(cuMemUnmap, address, size));
+    const Status undone = CUMEM_CALL(cuMemUnmap, address, size);
+    *mapped = !undone.ok();
+    status.also(undone);
   }
   status.also(CUMEM_CALL(cuMemRelease, *handle));
   *handle = 0;
