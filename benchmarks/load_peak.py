@@ -29,7 +29,10 @@ class Measurer:
 
     def __init__(self, allocator: str, layer_set: str, site: str | None, split: str):
         command = [sys.executable, __file__, layer_set, "--serve", allocator]
-        paths = [*([site] if site else []), *os.environ.get("PYTHONPATH", "").split(":")]
+        paths = [
+            *([site] if site else []),
+            *os.environ.get("PYTHONPATH", "").split(":"),
+        ]
         env = os.environ | {"PYTHONPATH": ":".join(filter(None, paths))}
         if split:
             env["PYTORCH_ALLOC_CONF"] = f"max_split_size_mb:{split}"

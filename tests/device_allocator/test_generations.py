@@ -7,7 +7,7 @@ import torch
 from vllm.device_allocator import generations
 from vllm.device_allocator.generations import PoolGenerations, pool_is_open, reclaim
 
-from .fake_device import FakeDevice, OutOfMemory
+from tests.device_allocator.fake_device import FakeDevice, OutOfMemory
 
 GIB = 1 << 30
 LAYER = GIB

@@ -18,11 +18,8 @@ from vllm.device_allocator.segment_table import (
     SegmentTable,
     make_segment_table,
 )
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import PIN_MEMORY
-
-logger = init_logger(__name__)
 
 GIB = 1 << 30
 
@@ -34,20 +31,6 @@ def generations_enabled() -> bool:
 
 
 class CuMemAllocator:
-    """Sleep mode's memory: what is allocated in its pools can leave the device.
-
-    Inside ``use_memory_pool(tag)`` this thread's tensors come from CuMem segments that
-    carry the tag. ``sleep`` copies the segments of some tags to the host and frees the
-    device memory of all; ``wake_up`` maps memory at the same addresses again, so every
-    tensor, and every CUDA graph that knows its address, stays valid.
-
-    There is one instance per process, and one pluggable allocator that is never
-    dropped: segments are freed through it for as long as a tensor lives.
-    """
-
-    instance: "CuMemAllocator | None" = None
-    default_tag: str = "default"
-
     def __init__(self) -> None:
         assert extension is not None
         self._table: SegmentTable = make_segment_table(extension)
@@ -309,7 +292,3 @@ class CuMemAllocator:
     def _report_errors(self) -> None:
         for error in self._table.take_errors():
             logger.warning("CuMem: %s", error)
-
-    def get_current_usage(self) -> int:
-        """Bytes of all segments, asleep ones included."""
-        return sum(segment.size for segment in self._table.segments())

@@ -9,6 +9,7 @@ that reports through callbacks (ROCm).
 """
 
 import itertools
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -94,6 +95,10 @@ class NativeTable:
         """Nothing to do: the extension marks what it maps and unmaps."""
 
 
+class _ThreadScope(threading.local):
+    scope = ("default", 0)
+
+
 class CallbackTable:
     """A table fed by the extension's callbacks, which hold the GIL.
 
@@ -104,14 +109,14 @@ class CallbackTable:
     def __init__(self, before_free: Callable[[int], None]) -> None:
         self._segments: dict[int, Segment] = {}
         self._serials = itertools.count(1)
-        self._scope = ("default", 0)
+        self._thread = _ThreadScope()
         self._before_free = before_free
         # Kept because the extension only borrows its references to the two.
         self.callbacks = (self._allocated, self._freed)
 
     def _allocated(self, allocation: HandleType) -> None:
         device, size, address, handle = allocation
-        tag, generation = self._scope
+        tag, generation = self._thread.scope
         self._segments[address] = Segment(
             device, size, address, handle, tag, False, next(self._serials), generation
         )
@@ -140,10 +145,10 @@ class CallbackTable:
             self._segments[segment.address] = current._replace(asleep=asleep)
 
     def set_scope(self, tag: str, generation: int) -> None:
-        self._scope = (tag, generation)
+        self._thread.scope = (tag, generation)
 
     def get_scope(self) -> tuple[str, int]:
-        return self._scope
+        return self._thread.scope
 
     def take_errors(self) -> list[str]:
         return []

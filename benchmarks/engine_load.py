@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a model with dummy weights in vLLM and report what the load takes.
+
+    python benchmarks/engine_load.py SHAPE [--layers N] [--sleep] [--card GIB] ...
+
+SHAPE is a name in benchmarks/shapes or a folder with a config.json. It measures the
+``vllm`` that Python imports, stock or fork, and prints one line of JSON last. Sizes are
+GiB above what the process takes before the engine starts. A smaller card is emulated by
+occupying the rest. Dummy weights are seeded by name, so their digests compare between
+runs.
+"""
+
+import argparse
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+SHAPES = Path(__file__).resolve().parent / "shapes"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker runs in this process
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile kernels for minutes
+}
+
+
+class LoadOnly(Exception):
+    """Raised after the load when nothing else is to be measured."""
+
+
+class Meter:
+    """Follows the card's used memory, sampled every 2 ms."""
+
+    def __init__(self) -> None:
+        self.peak = 0.0
+        self._start = self._read()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _read(self) -> int:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.used())
+            time.sleep(0.002)
+
+    def used(self) -> float:
+        return round((self._read() - self._start) / GIB, 3)
+
+    def restart(self) -> None:
+        self.peak = self.used()
+
+
+def model_folder(shape: str, layers: int | None) -> str:
+    """A folder whose config.json has the shape, cut to the first layers."""
+    if Path(shape).is_dir():
+        return shape
+    config = json.loads((SHAPES / f"{shape}.json").read_text())
+    if layers:
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def occupy(card: float) -> None:
+    """Leave ``card`` GiB free, past PyTorch's own counts."""
+    import torch
+
+    size = int(torch.cuda.mem_get_info()[0] - card * GIB)
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    code = runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
+    if size <= 0 or code:
+        raise RuntimeError(f"cannot leave {card} GiB of the card: error {code}")
+
+
+def measure_worker(meter: Meter, result: dict[str, Any], load_only: bool) -> None:
+    """Note memory around the worker's load and its KV cache; change nothing else."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    load, available = Worker.load_model, Worker.determine_available_memory
+
+    @functools.wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        meter.restart()
+        start = time.perf_counter()
+        load(self, *args, **kwargs)
+        torch.cuda.synchronize()
+        result["load_s"] = round(time.perf_counter() - start, 2)
+        result["load_peak"] = meter.peak
+        result["after_load"] = meter.used()
+        result["allocated"] = round(torch.cuda.memory_allocated() / GIB, 3)
+        result["reserved"] = round(torch.cuda.memory_reserved() / GIB, 3)
+        if load_only:
+            raise LoadOnly
+
+    @functools.wraps(available)
+    def determine_available_memory(self: Any) -> int:
+        size = available(self)
+        result["kv_cache"] = round(size / GIB, 3)
+        return size
+
+    Worker.load_model = load_model
+    Worker.determine_available_memory = determine_available_memory
+
+
+def scrub_on_wake() -> Callable[[], int]:
+    """Fill each segment between its mapping and its restoring; returns the count."""
+    import torch
+    from vllm.device_allocator import cumem
+
+    create_and_map, scrubbed = cumem.create_and_map, [0]
+
+    def scrubbing(allocation: Any) -> None:
+        create_and_map(allocation)
+        _, size, address, _ = allocation
+        cumem.libcudart.cudaMemset(address, 0xA5, size)
+        torch.cuda.synchronize()
+        scrubbed[0] += 1
+
+    cumem.create_and_map = scrubbing
+    return lambda: scrubbed[0]
+
+
+def digest(llm: Any) -> str:
+    [sums] = llm.collective_rpc("compute_weight_checksums")
+    return hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
+
+
+def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> None:
+    import torch
+    from vllm import LLM
+
+    measure_worker(meter, result, args.load_only)
+    share = args.card * GIB / torch.cuda.mem_get_info()[1] if args.card else 1.0
+    options: dict[str, Any] = {
+        "model": model_folder(args.shape, args.layers),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "gpu_memory_utilization": args.utilization * share,
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "enable_sleep_mode": args.sleep,
+    }
+    if args.quantization:
+        options["quantization"] = args.quantization
+    llm = LLM(**options)
+    result["digest"] = digest(llm)
+    if not args.sleep:
+        return
+    scrubbed = scrub_on_wake()
+    result["cycles"] = []
+    for _ in range(args.cycles):
+        row: dict[str, Any] = {}
+        start = time.perf_counter()
+        llm.sleep(level=1)
+        row["sleep_s"] = round(time.perf_counter() - start, 2)
+        row["asleep"] = meter.used()
+        start = time.perf_counter()
+        llm.wake_up()
+        torch.cuda.synchronize()
+        row["wake_s"] = round(time.perf_counter() - start, 2)
+        row["awake"] = meter.used()
+        row["same_digest"] = digest(llm) == result["digest"]
+        result["cycles"].append(row)
+    result["scrubbed"] = scrubbed()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("shape")
+    add("--layers", type=int, help="keep only the first layers")
+    add("--sleep", action="store_true", help="enable sleep mode, sleep and wake")
+    add("--cycles", type=int, default=3, help="sleep and wake so often (default 3)")
+    add("--card", type=float, default=0.0, metavar="GIB", help="a smaller card")
+    add("--utilization", type=float, default=0.9, help="of the (smaller) card")
+    add("--quantization", help="vLLM's argument, such as fp8")
+    add("--load-only", action="store_true", help="stop after the weights")
+    args = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+    import torch
+
+    result: dict[str, Any] = vars(args) | {"torch": torch.__version__}
+    torch.empty(1, device="cuda")  # the context is not part of the figures
+    try:
+        if args.card:
+            occupy(args.card)
+        meter = Meter()
+        import vllm
+
+        result["vllm"] = vllm.__version__
+        measure(args, meter, result)
+        result["ok"] = True
+    except LoadOnly:
+        result["ok"] = True
+    except Exception as error:
+        traceback.print_exc()
+        result["ok"] = False
+        result["error"] = f"{type(error).__name__}: {error}"[:300]
+        frames = traceback.extract_tb(error.__traceback__)[-3:]
+        result["at"] = [f"{Path(f.filename).name}:{f.name}" for f in frames]
+    print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # an engine's shutdown can hang, or print after the result
+
+
+if __name__ == "__main__":
+    main()
