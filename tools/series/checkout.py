@@ -52,36 +52,36 @@ def apply_to_checkout(series: Series, checkout: Path) -> list[Applied]:
 
 def _commits(checkout: Path, parent: str, applied: list[Applied]) -> str:
     """Commits for all patches on top of ``parent``, reachable from no branch yet."""
+    modes = _modes(checkout, parent)
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         git(checkout, "read-tree", parent, env=env)
         for done in applied:
-            rows = []
-            for change in done.changes:
-                blob = Path(scratch) / "blob"
-                blob.write_bytes(change.after)
-                name = git(checkout, "hash-object", "-w", "--no-filters", str(blob))
-                mode = _mode(checkout, parent, change.path)
-                rows.append(f"{mode} {name.strip()}\t{change.path}")
-            git(
-                checkout,
-                "update-index",
-                "--add",
-                "--index-info",
-                env=env,
-                input="\n".join(rows) + "\n",
-            )
+            names = _store(checkout, Path(scratch), done)
+            rows = [
+                f"{modes.get(change.path, '100644')} {name}\t{change.path}\n"
+                for change, name in zip(done.changes, names, strict=True)
+            ]
+            index = ("update-index", "--add", "--index-info")
+            git(checkout, *index, env=env, input="".join(rows))
             tree = git(checkout, "write-tree", env=env).strip()
-            message = commit_message(done.patch)
-            parent = git(
-                checkout, "commit-tree", tree, "-p", parent, "-F", "-", input=message
-            ).strip()
+            commit = ("commit-tree", tree, "-p", parent, "-F", "-")
+            parent = git(checkout, *commit, input=commit_message(done.patch)).strip()
     return parent
 
 
-def _mode(checkout: Path, commit: str, path: str) -> str:
-    row = git(checkout, "ls-tree", commit, "--", path)
-    return row.split()[0] if row else "100644"
+def _store(checkout: Path, scratch: Path, done: Applied) -> list[str]:
+    """The names of git's objects with what the patch wrote, byte for byte."""
+    blobs = [scratch / f"blob{i}" for i in range(len(done.changes))]
+    for blob, change in zip(blobs, done.changes, strict=True):
+        blob.write_bytes(change.after)
+    store = ("hash-object", "-w", "--no-filters", "--stdin-paths")
+    return git(checkout, *store, input="".join(f"{b}\n" for b in blobs)).split()
+
+
+def _modes(checkout: Path, commit: str) -> dict[str, str]:
+    rows = git(checkout, "ls-tree", "-r", "-z", commit).split("\0")
+    return {row.partition("\t")[2]: row.split()[0] for row in rows if row}
 
 
 def commit_message(patch: Patch) -> str:

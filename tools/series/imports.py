@@ -246,10 +246,14 @@ def _rewritten(
     indent: int,
     like: cst.Module,
 ) -> Statement:
-    """The statement with other names, kept on one line where it was and fits."""
+    """The statement with other names: on one line where that fits, but a list that
+    grows stays long if it was."""
     old = cst.ensure_type(statement, cst.SimpleStatementLine)
+    before = cst.ensure_type(old.body[0], cst.ImportFrom)
     text = f"from {module} import {', '.join(names)}"
-    if "\n" in syntax.code_of(old.body[0]) or len(text) + indent > LINE_LENGTH:
+    grows = len(names) > len(list(_of_small(before, False)))
+    was_long = "\n" in syntax.code_of(before)
+    if (grows and was_long) or len(text) + indent > LINE_LENGTH:
         inner = "".join(f"    {name},\n" for name in names)
         text = f"from {module} import (\n{inner})"
     new = cst.ensure_type(
@@ -268,7 +272,7 @@ def prune(before: str, after: cst.Module) -> cst.Module:
             for item in of_module(after)
             if item.bound in was_used - now_used
             and item.module != "__future__"
-            and item.alias != item.name
+            and item.alias not in (item.module, item.name or item.module)
         ]
         pruned = after
         for item in gone:
@@ -344,7 +348,9 @@ def _deleted(body: list[Statement], at: int) -> list[Statement]:
     """Delete an import; the blank line above a section stays above what is left."""
     blanks = syntax.detached(syntax.leading(body[at]))
     if at + 1 < len(body) and _single(body[at + 1]) is not None:
-        following = syntax.leading(body[at + 1])
-        if not syntax.detached(following):
-            body[at + 1] = syntax.with_leading(body[at + 1], [*blanks, *following])
+        lines = syntax.leading(body[at + 1])
+        is_first = at == 0 or _single(body[at - 1]) is None
+        if is_first or not syntax.detached(lines):
+            lines = [*blanks, *syntax.attached(lines)]
+        body[at + 1] = syntax.with_leading(body[at + 1], lines)
     return [*body[:at], *body[at + 1 :]]

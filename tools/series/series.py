@@ -144,7 +144,7 @@ def change_python(
     earlier patches left and not in what this patch brings.
     """
     module = syntax.parse(text)
-    ours = syntax.parse(fragment)
+    ours = syntax.parse_fragment(fragment)
     for edit in changes:
         module = edits.apply_edit(module, edit)
     for part in parts:

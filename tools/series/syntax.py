@@ -28,6 +28,32 @@ def parse(text: str) -> cst.Module:
     return module
 
 
+def parse_fragment(text: str) -> cst.Module:
+    """Parse a file of ours; a comment that touches its first definition belongs to it.
+
+    LibCST counts it to the file's header.
+    """
+    module = parse(text)
+    above = attached(module.header)
+    if not module.body or not detached(module.header) or not above:
+        return module
+    first = with_leading(body_of(module)[0], [*above, *leading(body_of(module)[0])])
+    return module.with_changes(
+        header=detached(module.header), body=[first, *module.body[1:]]
+    )
+
+
+class _WithoutMargins(cst.CSTTransformer):
+    """Blank lines without white space, also when the code is indented later."""
+
+    def leave_EmptyLine(
+        self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine
+    ) -> cst.EmptyLine:
+        if updated_node.comment is None and not updated_node.whitespace.value:
+            return updated_node.with_changes(indent=False)
+        return updated_node
+
+
 def parse_statements(code: str, like: cst.Module) -> list[Statement]:
     """Statements of ours, in the newline and indentation style of ``like``.
 
@@ -44,16 +70,18 @@ def parse_statements(code: str, like: cst.Module) -> list[Statement]:
         raise Refusal("the patch's code holds no statement")
     if any(line.comment for line in module.footer):
         raise Refusal("a comment after the last statement would be lost: move it up")
-    body = list(module.body)
+    module = module.visit(_WithoutMargins())
+    body = list(body_of(module))
     body[0] = with_leading(body[0], [*module.header, *leading(body[0])])
     return body
 
 
 def parse_expression(code: str, like: cst.Module) -> cst.BaseExpression:
     try:
-        return cst.parse_expression(code.strip(), like.config_for_parsing)
+        parsed = cst.parse_expression(code.strip(), like.config_for_parsing)
     except cst.ParserSyntaxError as error:
         raise Refusal(f"the patch's code is not an expression: {code!r}") from error
+    return cast(cst.BaseExpression, parsed.visit(_WithoutMargins()))
 
 
 def code_of(node: cst.CSTNode) -> str:
