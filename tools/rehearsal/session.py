@@ -44,6 +44,8 @@ class Session:
             **VLLM_ENVIRONMENT,
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
+            # torch must count cards without marking later forks as broken.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         }
         site = site_packages(python)
