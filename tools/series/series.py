@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
-
-import libcst as cst
 
 from tools.series import cmake, edits, graft, imports, notice, syntax
 from tools.series.base import Base
@@ -156,10 +155,13 @@ def change_python(
     module = imports.merge(
         module, [item for item in imports.of_module(ours) if item.bound in used]
     )
-    return _checked(imports.prune(text, module))
+    return _checked(imports.prune(text, module).code)
 
 
-def _checked(module: cst.Module) -> str:
-    """The module's text, once it is sure that it still is Python."""
-    syntax.parse(module.code)
-    return module.code
+def _checked(text: str) -> str:
+    """The text, once it is sure that it still is Python."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise Refusal(f"the result is not Python: {error}") from error
+    return text
