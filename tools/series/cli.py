@@ -125,6 +125,8 @@ def _check(series: Series, options: argparse.Namespace) -> None:
 
 
 def _count(done: Applied) -> str:
+    if not done.changes:
+        return "only files that this kind of base does not have"
     new = sum(change.before is None for change in done.changes)
     return f"{len(done.changes) - new} changed, {new} new"
 
