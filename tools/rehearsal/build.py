@@ -2,7 +2,7 @@
 """Build the front libraries for an environment, once.
 
 The result is cached by the sources and by the libraries that the fronts stand
-in for, in $XDG_CACHE_HOME/vllm-series/rehearsal (~/.cache without it).
+in for, in ~/.cache/vllm-series/rehearsal.
 """
 
 import fcntl
@@ -14,6 +14,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.series import fetch
 
 HERE = Path(__file__).parent
 
@@ -40,8 +42,7 @@ class Toolkit:
 
 def cache_root() -> Path:
     """The folder for everything that can be made again."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vllm-series"
+    return fetch.cache()
 
 
 def site_packages(python: str | Path) -> Path:

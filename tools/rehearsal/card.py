@@ -48,22 +48,22 @@ def is_simulated() -> bool:
 
 def used(device: int = 0) -> int:
     """Bytes that this process takes of a card, its context included."""
-    return _library().rehearsal_used(device)
+    return int(_library().rehearsal_used(device))
 
 
 def free(device: int = 0) -> int:
     """Bytes that are left on a card."""
-    return _library().rehearsal_free(device)
+    return int(_library().rehearsal_free(device))
 
 
 def peak(device: int = 0, *, reset: bool = False) -> int:
     """Highest `used` since the start or the last reset."""
-    return _library().rehearsal_peak(device, int(reset))
+    return int(_library().rehearsal_peak(device, int(reset)))
 
 
 def refusals(device: int = 0) -> int:
     """How often a card had no room for what was asked."""
-    return _library().rehearsal_refusals(device)
+    return int(_library().rehearsal_refusals(device))
 
 
 def take(size: int, device: int = 0) -> None:
@@ -91,9 +91,7 @@ def fail(call: str, nth: int = 1, *, code: int = 0, and_later: bool = False) -> 
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, not {nth}")
-    _library().rehearsal_fail(
-        call.encode(), ctypes.c_uint64(nth), code, int(and_later)
-    )
+    _library().rehearsal_fail(call.encode(), ctypes.c_uint64(nth), code, int(and_later))
 
 
 def clear_faults() -> None:
@@ -103,17 +101,17 @@ def clear_faults() -> None:
 
 def faults_fired() -> int:
     """How many injected faults have fired."""
-    return _library().rehearsal_faults_fired()
+    return int(_library().rehearsal_faults_fired())
 
 
 def calls(call: str) -> int:
     """How often a function was called in this process."""
-    return _library().rehearsal_calls(call.encode())
+    return int(_library().rehearsal_calls(call.encode()))
 
 
 def misuse() -> int:
     """How often the driver's rules were broken; `report` says how."""
-    return _library().rehearsal_misuse()
+    return int(_library().rehearsal_misuse())
 
 
 def report() -> dict[str, Any]:
@@ -122,7 +120,8 @@ def report() -> dict[str, Any]:
     length = library.rehearsal_report(None, ctypes.c_size_t(0)) + 4096
     buffer = ctypes.create_string_buffer(length)
     library.rehearsal_report(buffer, ctypes.c_size_t(length))
-    return json.loads(buffer.value)
+    found: dict[str, Any] = json.loads(buffer.value)
+    return found
 
 
 def write_report() -> None:

@@ -6,6 +6,7 @@ PyTorch's own; only the engine around the worker is left out. Weights are
 dummies, as on the command line with `--load-format dummy`.
 """
 
+import importlib
 import os
 import sys
 import time
@@ -29,6 +30,14 @@ FIXED_OPTIONS = (
 )
 TIMELINE_POINTS = 3000
 FRAME_ROOT = f"{os.sep}vllm{os.sep}"
+WARM_UP = (
+    "torch.testing._internal.distributed.fake_pg",
+    "vllm.engine.arg_utils",
+    "vllm.model_executor.model_loader.dummy_loader",
+    "vllm.usage.usage_lib",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.gpu_worker",
+)
 
 
 def engine_arguments(job: Job) -> Any:
@@ -47,8 +56,9 @@ def engine_arguments(job: Job) -> Any:
 
 
 def _innermost_frame(trace: TracebackType | None) -> str:
-    frames = traceback.extract_tb(trace)
-    ours = [f for f in frames if FRAME_ROOT in f.filename] or list(frames)
+    # A tensor subclass stands between each operation and its caller.
+    frames = [f for f in traceback.extract_tb(trace) if f.name != "__torch_function__"]
+    ours = [f for f in frames if FRAME_ROOT in f.filename] or frames
     if not ours:
         return ""
     frame = ours[-1]
@@ -189,9 +199,5 @@ class Rehearsal:
 
 def warm_up() -> None:
     """Import what every load needs, without touching a card."""
-    import torch.testing._internal.distributed.fake_pg
-    import vllm.engine.arg_utils
-    import vllm.model_executor.model_loader.dummy_loader
-    import vllm.usage.usage_lib
-    import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.gpu_worker  # noqa: F401
+    for name in WARM_UP:
+        importlib.import_module(name)

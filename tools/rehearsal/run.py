@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command on a simulated card.
 
-    python -m tools.rehearsal.run [--gpu-memory 16GiB] [--capability 12.0]
-        [--card NAME] [--cards N] [--fault CALL:N] [--report FILE] -- COMMAND
+python -m tools.rehearsal.run [--gpu-memory 16GiB] [--capability 12.0]
+    [--card NAME] [--cards N] [--fault CALL:N] [--report FILE] -- COMMAND
 """
 
 import argparse

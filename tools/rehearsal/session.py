@@ -38,6 +38,7 @@ class Session:
         report: Path | None = None,
     ) -> None:
         self.card = card
+        self._ready = False
         caches = cache_root() / "rehearsal" / "run"
         base = {
             **os.environ,
@@ -67,8 +68,11 @@ class Session:
 
     def wait_until_ready(self) -> None:
         """Block until vLLM is imported. SessionError when that fails."""
+        if self._ready:
+            return
         if self._line() != "ready":
             raise SessionError(f"vLLM does not start here:\n{self._tail()}")
+        self._ready = True
 
     def _line(self) -> str:
         assert self._process.stdout is not None

@@ -54,7 +54,7 @@ def read_history(entries: Iterable[Mapping[str, Any]]) -> History:
             start = entry["time_us"]
         seconds = (entry["time_us"] - start) / 1e6
         history.points.append(Point(seconds, live, mapped, phase))
-        if mapped > history.mapped or (mapped == history.mapped and live > history.live):
+        if (mapped, live) > (history.mapped, history.live):
             history.live, history.mapped = live, mapped
             history.phase_at_peak = phase
             history.live_at_peak = {p: n for p, n in by_phase.items() if n > 0}
