@@ -46,10 +46,13 @@ $(WHEEL): $(TOOLS) $(WHEEL_INPUTS)
 	touch $@
 
 # The first installation brings torch and the rest; later ones replace only our wheel.
+# pip takes a wheel of the same version for installed, hence --force-reinstall and the
+# uninstall before a new base's dependencies.
 $(INSTALLED): $(WHEEL) tools/series/bases.toml
 	if [ $(DEPENDENCIES) -nt tools/series/bases.toml ]; then \
 		$(BIN)/python -m pip install --quiet --no-deps --force-reinstall dist/vllm-*.whl; \
 	else \
+		$(BIN)/python -m pip uninstall --quiet --yes vllm; \
 		$(BIN)/python -m pip install --quiet dist/vllm-*.whl && touch $(DEPENDENCIES); \
 	fi
 	$(BIN)/python -m pip check
