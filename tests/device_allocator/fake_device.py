@@ -48,6 +48,7 @@ class FakeDevice:
         self.segments: dict[int, tuple[int, int, bool]] = {}
         self.capturing = False
         self.destroyed_while_capturing = 0
+        self.peak = 0
         self.synchronized: list[int | None] = []
         self._routing = threading.local()
         self._addresses = itertools.count(1)
@@ -66,6 +67,7 @@ class FakeDevice:
             raise OutOfMemory(size)
         address = next(self._addresses)
         self.segments[address] = (pool, size, False)
+        self.peak = max(self.peak, self.capacity - self.free_bytes())
         return address
 
     def free(self, address: int) -> None:
@@ -75,6 +77,11 @@ class FakeDevice:
 
     def free_bytes(self) -> int:
         return self.capacity - sum(size for _, size, _ in self.segments.values())
+
+    def bytes_of(self, *, free: bool) -> int:
+        return sum(
+            size for _, size, is_free in self.segments.values() if is_free is free
+        )
 
     # What generations call.
 
@@ -116,4 +123,10 @@ class FakeDevice:
             accelerator,
             "get_memory_info",
             lambda: (self.free_bytes(), self.capacity),
+        )
+        patch(accelerator, "memory_allocated", lambda: self.bytes_of(free=False))
+        patch(
+            accelerator,
+            "memory_reserved",
+            lambda: self.capacity - self.free_bytes(),
         )

@@ -60,6 +60,15 @@ def test_roomy_device_retires_once(monkeypatch):
     assert load.generations.retired == 1
 
 
+def test_roomy_device_returns_replaced_weights_step_by_step(monkeypatch):
+    """Retiring is not needed for that: they lie in a pool that is retired already."""
+    layers = 8
+    load = Load(monkeypatch, 100 * LAYER)
+    with load.open():
+        load.run(layers)
+    assert load.device.peak < (layers + 2) * LAYER
+
+
 def test_end_of_a_scope_strands_nothing(monkeypatch):
     load = Load(monkeypatch, 100 * LAYER)
     with load.open():

@@ -2,6 +2,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.device_allocator.reclaim_policy import (
+    DRAIN_BYTES,
     RESERVE_BYTES,
     RETIREMENT_COST_BYTES,
     LoadPressure,
@@ -19,7 +20,7 @@ def test_first_step_may_take_four_layers(layer):
 @given(st.integers(1, 1 << 40), SIZES, SIZES)
 def test_next_step_is_the_largest_seen_and_a_quarter(taken, layer, free):
     pressure = LoadPressure()
-    pressure.restart(free + taken)
+    pressure.restart(free + taken, 0)
     pressure.finish_step(free)
     assert pressure.next_step(layer) == taken * 5 // 4 + RESERVE_BYTES
 
@@ -29,7 +30,7 @@ def test_returned_memory_is_not_a_step(frees):
     """Memory that comes back between steps neither grows nor hides the estimate."""
     pressure = LoadPressure()
     largest, before = 0, frees[0]
-    pressure.restart(before)
+    pressure.restart(before, 0)
     for free in frees:
         pressure.finish_step(free)
         largest = max(largest, before - free)
@@ -41,3 +42,11 @@ def test_retiring_must_gain_more_than_it_costs():
     assert not worth_retiring(0)
     assert not worth_retiring(RETIREMENT_COST_BYTES)
     assert worth_retiring(RETIREMENT_COST_BYTES + 1)
+
+
+@given(SIZES, st.integers(0, DRAIN_BYTES - 1))
+def test_what_a_drain_could_not_return_is_no_reason_for_another(cached, more):
+    pressure = LoadPressure()
+    pressure.restart(0, cached)
+    assert not pressure.worth_draining(cached + more)
+    assert pressure.worth_draining(cached + DRAIN_BYTES)

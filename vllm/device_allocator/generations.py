@@ -216,14 +216,13 @@ def reclaim(layer: torch.nn.Module | None = None, *, force: bool = False) -> Non
         owner.retire(scope)
     else:
         need = pressure.next_step(_parameter_bytes(layer))
-        if free >= need:
+        if free >= need and not pressure.worth_draining(_cached_bytes()):
             return
-        # Costs nothing: the default pool's cache and what emptied in older generations.
         owner.drain(scope.generation.device)
         if _free_bytes() < need and worth_retiring(scope.generation.returnable_bytes()):
             owner.retire(scope)
     after = _free_bytes()
-    pressure.restart(after)
+    pressure.restart(after, _cached_bytes())
     logger.debug(
         "Reclaimed %.1f MiB of device memory during the load, %.1f MiB are free",
         (after - free) / (1 << 20),
@@ -233,6 +232,11 @@ def reclaim(layer: torch.nn.Module | None = None, *, force: bool = False) -> Non
 
 def _free_bytes() -> int:
     return torch.accelerator.get_memory_info()[0]
+
+
+def _cached_bytes() -> int:
+    """Free bytes in PyTorch's pools of the current device."""
+    return torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
 
 
 def _parameter_bytes(layer: torch.nn.Module | None) -> int:

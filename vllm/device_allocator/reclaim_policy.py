@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a load should give stranded memory back to the device.
 
-A retired generation costs memory: what is left free in its half-used segments is lost
-until the tensors beside it die. So a load reclaims only when the device runs short of
-what its next step may take, and only when there is more to gain than to lose.
+Two things give memory back. Draining returns what is free in pools that nothing is
+allocated from any more; it costs a moment. Retiring the open generation as well costs
+memory: what is left free in its half-used segments is lost until the tensors beside it
+die. So a load drains when there is something to return, and retires only when the device
+runs short of what the next step may take, and when there is more to gain than to lose.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,10 @@ MIB = 1 << 20
 RESERVE_BYTES = 512 * MIB
 """Kept free beyond the estimate of the next step: other streams, libraries, other
 processes on the card."""
+
+DRAIN_BYTES = 256 * MIB
+"""Free bytes in PyTorch's pools, beyond those that the last drain could not return, that
+are worth another drain."""
 
 RETIREMENT_COST_BYTES = 22 * MIB
 """The most that a retired generation leaves behind per stream: the unused rest of one
@@ -29,6 +35,7 @@ class LoadPressure:
 
     largest_step: int = 0
     _free_at_last_step: int | None = None
+    _cached_after_drain: int = 0
 
     def next_step(self, layer_bytes: int) -> int:
         """Bytes that must be free before the next step.
@@ -53,9 +60,19 @@ class LoadPressure:
             self.largest_step = max(self.largest_step, self._free_at_last_step - free)
         self._free_at_last_step = free
 
-    def restart(self, free: int) -> None:
-        """Measure the next step from ``free``, after memory was given back."""
+    def restart(self, free: int, cached: int) -> None:
+        """Measure from here, after memory was given back.
+
+        Args:
+            free: free bytes of device memory.
+            cached: free bytes that PyTorch's pools still hold.
+        """
         self._free_at_last_step = free
+        self._cached_after_drain = cached
+
+    def worth_draining(self, cached: int) -> bool:
+        """Whether of ``cached`` free bytes in PyTorch's pools many may be returnable."""
+        return cached - self._cached_after_drain >= DRAIN_BYTES
 
 
 def worth_retiring(returnable: int) -> bool:
