@@ -2,7 +2,7 @@
 """Pool generations and the CuMem extension on a real GPU.
 
 Each check runs in a process of its own, because the allocator lives as long as its
-process: ``python test_generations.py NAME`` runs one by hand.
+process: ``python test_cumem_generations.py NAME`` runs one by hand.
 """
 
 import gc
