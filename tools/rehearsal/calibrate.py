@@ -65,7 +65,7 @@ def first_launch_bytes(folder: Path) -> int:
     UniProcExecutor(config)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return max(used() - int(torch.cuda.memory_reserved()) - bare, 0)
+    return max(int(used() - torch.cuda.memory_reserved() - bare), 0)
 
 
 def table(name: str, driver: str, figures: dict[str, int]) -> str:

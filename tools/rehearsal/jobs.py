@@ -79,6 +79,7 @@ class Outcome:
     unsupported: dict[str, int] = field(default_factory=dict)
     misuse: dict[str, int] = field(default_factory=dict)
     leaks: dict[str, int] = field(default_factory=dict)
+    uncompiled: list[str] = field(default_factory=list)  # FlashInfer's modules
     phase_at_peak: str = ""
     live_at_peak: dict[str, int] = field(default_factory=dict)  # by phase
     timeline: list[Point] = field(default_factory=list)

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from tools.rehearsal import card
+from tools.rehearsal.jit import compile_nothing
 from tools.rehearsal.jobs import Failure, Job, Outcome
 from tools.rehearsal.phases import AFTER, Phases, watch_loader
 from tools.rehearsal.ranks import imagine_peers, set_rank
@@ -92,6 +93,7 @@ class Rehearsal:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.outcome = Outcome(rank=job.rank)
+        self._uncompiled: set[str] = set()
 
     def run(self) -> Outcome:
         """Load; then whatever else the job asks for. Never raises."""
@@ -108,6 +110,7 @@ class Rehearsal:
             out.peak = card.peak()
         self._read_trace()
         self._read_card()
+        out.uncompiled = sorted(self._uncompiled)
         out.seconds = time.monotonic() - began
         return out
 
@@ -125,6 +128,7 @@ class Rehearsal:
             record("all", context=None, stacks="python", max_entries=sys.maxsize)
         self.phases = Phases(torch.cuda.memory._set_memory_metadata)
         watch_loader(self.phases)
+        self._uncompiled = compile_nothing()
 
         executor = self._executor_class()(config)
         self.outcome.after_load = card.used()

@@ -53,8 +53,8 @@ def _draw(axes: Any, answer: Answer, limit: float) -> None:
             middle = (first + last) / 2
             axes.text(middle, limit * 1.03, step, ha="center", va="bottom", size=8)
     if worst.failure is not None and points:
-        last = (len(points) - 1, mapped[-1])
-        axes.plot(*last, "x", color=FAILED, ms=12, mew=3, clip_on=False)
+        at, height = len(points) - 1, mapped[-1]
+        axes.plot(at, height, "x", color=FAILED, ms=12, mew=3, clip_on=False)
     title = f"{answer.variant.name}: {answer.verdict.value}"
     color = "black" if worst.loads else FAILED
     axes.set_title(title, loc="left", size=11, weight="bold", color=color, pad=16)

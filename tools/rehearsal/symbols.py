@@ -66,9 +66,9 @@ def defined_symbols(path: Path, *, dynamic: bool) -> dict[str, str]:
 def driver_names(include: Path) -> set[str]:
     """Every function that cuda.h declares, in each of its ABI versions."""
     names: set[str] = set()
-    for define in ([], ["-D__CUDA_API_VERSION_INTERNAL"]):
-        command = ["gcc", "-E", "-P", "-x", "c", *define, "-I", include]
-        text = _run(*command, include / "cuda.h")
+    for define in ("-DCURRENT", "-D__CUDA_API_VERSION_INTERNAL"):
+        flags = ("-E", "-P", "-x", "c", define, "-I", str(include))
+        text = _run("gcc", *flags, include / "cuda.h")
         names |= set(re.findall(r"CUresult\s+(cu[A-Z]\w*)\s*\(", text))
     return names
 
@@ -116,7 +116,8 @@ def reviewed(front: Front) -> dict[str, str]:
     lists = tomllib.loads((HERE / "reviewed.toml").read_text())
     if front.name not in lists:
         raise SymbolError(f"reviewed.toml has no table [{front.name}]")
-    return lists[front.name]
+    reasons: dict[str, str] = lists[front.name]
+    return reasons
 
 
 def is_harmless(name: str, patterns: dict[str, str]) -> bool:

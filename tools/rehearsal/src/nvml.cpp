@@ -205,6 +205,7 @@ EXPORT int nvmlDeviceGetCpuAffinity(Device device, unsigned words,
   for (unsigned i = 0; i < words; ++i) mask[i] = ~0ul;
   return kOk;
 }
+NVML_ABSENT(nvmlSystemGetConfComputeState)
 NVML_ABSENT(nvmlDeviceGetMigMode)
 NVML_ABSENT(nvmlDeviceGetNvLinkState)
 NVML_ABSENT(nvmlDeviceGetNvLinkRemoteDeviceType)
