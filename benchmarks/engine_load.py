@@ -14,14 +14,18 @@ import argparse
 import ctypes
 import functools
 import hashlib
+import importlib
 import json
 import os
+import shlex
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,21 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile kernels for minutes
 }
+PRELOADED = (
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.layers.fused_moe",
+    "vllm.model_executor.layers.quantization.mxfp4",
+    "vllm.model_executor.layers.quantization.online.fp8",
+    "vllm.model_executor.model_loader.dummy_loader",
+    "vllm.model_executor.models.gpt_oss",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.device_allocator.cumem",
+)
 
 
 class LoadOnly(Exception):
@@ -185,10 +204,10 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
     result["scrubbed"] = scrubbed()
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("shape")
+    add("shape", nargs="?", help="a name in benchmarks/shapes, or a folder")
     add("--layers", type=int, help="keep only the first layers")
     add("--sleep", action="store_true", help="enable sleep mode, sleep and wake")
     add("--cycles", type=int, default=3, help="sleep and wake so often (default 3)")
@@ -196,10 +215,11 @@ def main() -> None:
     add("--utilization", type=float, default=0.9, help="of the (smaller) card")
     add("--quantization", help="vLLM's argument, such as fp8")
     add("--load-only", action="store_true", help="stop after the weights")
-    args = parser.parse_args()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    add("--serve", action="store_true", help="a run per line of standard input")
+    return parser
 
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     result: dict[str, Any] = vars(args) | {"torch": torch.__version__}
@@ -221,9 +241,54 @@ def main() -> None:
         result["error"] = f"{type(error).__name__}: {error}"[:300]
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         result["at"] = [f"{Path(f.filename).name}:{f.name}" for f in frames]
-    print(json.dumps(result), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # an engine's shutdown can hang, or print after the result
+    return result
+
+
+@contextmanager
+def capability_without_cuda() -> Iterator[None]:
+    """FlashInfer asks for the card's capability when it is imported; torch would start
+    CUDA to answer, and refuse it in a child."""
+    import torch
+    from vllm.platforms import current_platform
+
+    known = current_platform.get_device_capability()
+    real = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: (known.major, known.minor)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = real
+
+
+def serve() -> None:
+    """Import once, then fork a child for each line of arguments; a line of JSON each."""
+    with capability_without_cuda():
+        for name in PRELOADED:
+            importlib.import_module(name)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            result = run(parser().parse_args(shlex.split(line)))
+            print(json.dumps(result), flush=True)
+            os._exit(0)  # an engine's shutdown can hang, or print after the result
+        deadline = time.monotonic() + 240
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.05)
+        print("DONE", flush=True)
+
+
+def main() -> None:
+    args = parser().parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if args.serve:
+        return serve()
+    if not args.shape:
+        parser().error("which shape?")
+    print(json.dumps(run(args)), flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":
