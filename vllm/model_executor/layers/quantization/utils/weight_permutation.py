@@ -241,18 +241,23 @@ class Job:
 
 
 def convert_(
-    *steps: tuple[torch.Tensor, Conversion], budget: int | None = None
+    *steps: tuple[torch.Tensor, Conversion],
+    budget: int | None = None,
+    gaps: bool = False,
+    overwrite: bool = True,
 ) -> list[torch.Tensor]:
     """Convert the tensors of one layer.
 
     Args:
         steps: pairs of a weight, [experts, rows, columns] of any dtype, and its
             conversion. A weight is overwritten when its conversion keeps its
-            size and each of its experts is contiguous; otherwise it is left as
-            it is and a new tensor is returned.
+            size and it is contiguous; one that stays as it is, is returned; else a
+            new tensor is made.
         budget: bytes that scratch may take, default the larger of one expert
             and 2 % of all the weights given. More is used only where a single
             expert needs it.
+        gaps: overwrite also weights with gaps between their experts.
+        overwrite: False leaves every weight as it is.
 
     Returns:
         Per step a uint8 tensor [experts, rows, row_bytes] in the memory order of
@@ -276,7 +281,8 @@ def convert_(
                 f"conversion is for {conversion.source_shape}"
             )
         experts, (rows, row_bytes) = source.shape[0], conversion.shape
-        if conversion.in_place and experts_contiguous(source):
+        kept = source.is_contiguous() or (gaps and experts_contiguous(source))
+        if overwrite and (conversion.is_identity or (conversion.in_place and kept)):
             results.append(source)
             if not conversion.is_identity and source.numel():
                 jobs.append(Job(source, conversion))
@@ -296,6 +302,39 @@ def convert_(
         run = _triton_kernels().run if use_triton(jobs[0].source) else run_torch
         run(jobs, budget)
     return results
+
+
+def release(weight: torch.Tensor, result: torch.Tensor) -> None:
+    """Free the storage of a converted weight now, if it is a layer's parameter.
+
+    The parameter is pointed at `result`, where it is about to end up anyway. A
+    plain tensor belongs to the caller and is left alone.
+    """
+    if isinstance(weight, torch.nn.Parameter):
+        weight.data = result
+
+
+def convert_layer(
+    *steps: tuple[torch.Tensor, Conversion, torch.dtype], overwrite: bool = True
+) -> list[torch.Tensor]:
+    """Convert a layer's tensors and view the results as the given dtypes.
+
+    As `convert_`, but where some tensors need a new, larger one, each is converted
+    by itself and released when its result is complete, so that only one source
+    and its result exist side by side. With `overwrite` False every tensor given is
+    left as it is.
+    """
+    if not overwrite or all(conversion.in_place for _, conversion, _ in steps):
+        pairs = [(weight, conversion) for weight, conversion, _ in steps]
+        results = convert_(*pairs, overwrite=overwrite)
+        return [r.view(step[2]) for r, step in zip(results, steps, strict=True)]
+    views = []
+    for weight, conversion, dtype in steps:
+        (result,) = convert_((weight, conversion))
+        views.append(result.view(dtype))
+        if not conversion.in_place:
+            release(weight, views[-1])
+    return views
 
 
 def run_torch(jobs: Sequence[Job], budget: int) -> None:
