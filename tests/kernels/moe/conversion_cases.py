@@ -473,7 +473,8 @@ def convert(case: Case, device: str = "cpu") -> dict[str, Any]:
     inputs = Inputs(case, device, case.get("parameters", True))
     build(inputs)
     try:
-        results = run(inputs)
+        for _ in range(case.get("times", 1)):
+            results = run(inputs)
     except Exception as error:  # noqa: BLE001
         return {"error": type(error).__name__, "message": str(error)}
     answer = describe_layer(inputs.layer)

@@ -80,3 +80,9 @@ def test_near_zero_block_scales_are_clamped_in_the_layer():
     inputs.layer.w2_weight_scale.data.zero_()
     run(inputs)
     assert torch.all(inputs.layer.w2_weight_scale == 1e-10)
+
+
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+def test_processing_a_layer_twice(format):
+    case = dict(SMALL, format=format, times=2)
+    check_case(case, error=format == "fp8_block")

@@ -100,16 +100,18 @@ def prepare_static_weights_for_trtllm_fp4_moe(
             intermediate_size // 16,
         ),
     }
-    matrices = {}
+    matrices = []
     for name, (tensor, height, width) in named.items():
         if tensor.element_size() != 1 or tensor.numel() != num_experts * height * width:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, {tensor.dtype}, and must "
                 f"hold {num_experts} x {height} x {width} bytes"
             )
-        matrices[name] = expert_bytes(tensor).reshape(num_experts, height, width)
-    gated = is_gated_activation
-    return shuffled_nvfp4(*matrices.values(), gated=gated, swap=False, overwrite=False)
+        matrices.append(expert_bytes(tensor).reshape(num_experts, height, width))
+    w13, w2, w13_scale, w2_scale = matrices
+    return shuffled_nvfp4(
+        w13, w2, w13_scale, w2_scale, is_gated_activation, swap=False, overwrite=False
+    )
 
 
 def prepare_nvfp4_moe_layer_for_fi_or_cutlass(

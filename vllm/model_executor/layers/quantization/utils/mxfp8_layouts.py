@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8 expert weights and scales in the layout of FlashInfer's TRT-LLM kernel."""
 
+from typing import Any
+
 import torch
 
 from vllm.model_executor.layers.quantization.utils.flashinfer_layouts import (
@@ -99,8 +101,10 @@ def shuffled_mxfp8(
         overwrite: convert in place what does not grow.
     """
     halves = 2 if swap or interleave else 1
-    up = dict(halves=halves, swap=swap, interleave=interleave, epilogue_tile_m=128)
-    down = dict(epilogue_tile_m=128)
+    up: dict[str, Any] = dict(
+        halves=halves, swap=swap, interleave=interleave, epilogue_tile_m=128
+    )
+    down: dict[str, Any] = dict(epilogue_tile_m=128)
     w13_3d = scale_matrix("w13_scale", w13_scale, w13)
     w2_3d = scale_matrix("w2_scale", w2_scale, w2)
     columns: tuple[int | None, ...] = (None, None, None, None)
@@ -116,7 +120,7 @@ def shuffled_mxfp8(
     check_fp8("w2", w2)
     for name, scale, weight in (("w13_scale", w13_3d, w13), ("w2_scale", w2_3d, w2)):
         check_experts(name, scale, SCALE_BYTES, (*weight.shape[:2], None))
-    tiled = dict(tiling=SCALE_128X4, fill=127)
+    tiled: dict[str, Any] = dict(tiling=SCALE_128X4, fill=127)
     steps = [
         (w13, layout_of("w13", w13, **up, padded_row_bytes=columns[0]), FP8),
         (w2, layout_of("w2", w2, **down, padded_row_bytes=columns[1]), FP8),
