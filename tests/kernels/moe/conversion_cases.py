@@ -368,6 +368,75 @@ def _swizzle_mxfp4(inputs: Inputs) -> list:
         layouts.is_hip_cdna4 = hip
 
 
+def _marlin(inputs: Inputs, name: str, *arguments: Any, **options: Any) -> tuple:
+    """Without a GPU, a plain permutation of bytes stands in for the repack kernel."""
+    import vllm.model_executor.layers.fused_moe  # noqa: F401
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils import (
+        marlin_utils_fp4,
+        marlin_utils_fp8,
+    )
+
+    def repack(b_q_weight, size_k, size_n, num_bits, is_a_8bit=False):
+        shape = (size_k // 16, size_n * 16 * num_bits // 32)
+        return b_q_weight.flatten().flip(0).view(shape).contiguous()
+
+    case, layer = inputs.case, inputs.layer
+    layer.num_experts, layer.hidden_size = case["experts"], case["hidden"]
+    layer.intermediate_size_per_partition = case["intermediate"]
+    layer.params_dtype = layer.orig_dtype = torch.bfloat16
+    module = marlin_utils_fp4 if hasattr(marlin_utils_fp4, name) else marlin_utils_fp8
+    kernel = ops.gptq_marlin_repack
+    if inputs.device == "cpu":
+        ops.gptq_marlin_repack = repack
+    try:
+        return getattr(module, name)(layer, *arguments, **options)
+    finally:
+        ops.gptq_marlin_repack = kernel
+
+
+def _marlin_nvfp4(inputs: Inputs) -> list:
+    layer, experts = inputs.layer, inputs.case["experts"]
+    w13, w13_scale, g13, w2, w2_scale, g2 = _marlin(
+        inputs,
+        "prepare_nvfp4_moe_layer_for_marlin",
+        layer.w13_weight,
+        layer.w13_weight_scale,
+        torch.ones(experts, device=inputs.device),
+        layer.w2_weight,
+        layer.w2_weight_scale,
+        torch.ones(experts, device=inputs.device),
+        is_act_and_mul=inputs.case["gated"],
+    )
+    return [*_finish(layer, w13, w2, w13_scale, w2_scale), g13, g2]
+
+
+def _marlin_fp8(inputs: Inputs) -> list:
+    results = _marlin(
+        inputs, "prepare_fp8_moe_layer_for_marlin", *_weights(inputs.layer)
+    )
+    return _finish(inputs.layer, *results)
+
+
+def _marlin_mxfp8(inputs: Inputs) -> list:
+    results = _marlin(
+        inputs, "prepare_mxfp8_moe_layer_for_marlin", *_weights(inputs.layer)
+    )
+    return _finish(inputs.layer, *results)
+
+
+def _finite_scales(build: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
+    """Marlin computes with scales, and not every byte is a number."""
+
+    def make(inputs: Inputs) -> None:
+        build(inputs)
+        for name in ("w13_weight_scale", "w2_weight_scale"):
+            bytes_ = getattr(inputs.layer, name).data.view(torch.uint8)
+            bytes_.remainder_(64).add_(1)
+
+    return make
+
+
 ALIGN_FP4 = (0, 2, 1, 3)
 
 #: name -> (what makes the layer, what converts it and returns further results)
@@ -393,6 +462,9 @@ FORMATS: dict[str, tuple[Callable[[Inputs], None], Callable[[Inputs], list]]] = 
         _align("align_mxfp8_moe_weights_for_fi_trtllm", (0, 1, 2, 3)),
     ),
     "mxfp4_swizzle": (_mxfp4_inputs, _swizzle_mxfp4),
+    "marlin_nvfp4": (_finite_scales(_nvfp4_inputs), _marlin_nvfp4),
+    "marlin_fp8": (_fp8_block_inputs, _marlin_fp8),
+    "marlin_mxfp8": (_finite_scales(_mxfp8_inputs), _marlin_mxfp8),
 }
 
 
