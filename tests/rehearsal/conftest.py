@@ -13,6 +13,8 @@ from tools.rehearsal.build import BuildError, front_libraries
 from tools.rehearsal.testing import Outcome, on_card
 
 HERE = Path(__file__).parent
+DRIVER_PROLOGUE = "from driver import *\nfrom tools.rehearsal import card\n"
+TORCH_PROLOGUE = "import torch\nfrom tools.rehearsal import card\n"
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +48,6 @@ def run_torch(fronts: Path) -> Callable[..., Outcome]:
     """Run text that has torch, `card` and `answer`."""
 
     def run(text: str, **options: Any) -> Outcome:
-        prologue = "import torch\nfrom tools.rehearsal import card\n"
-        return on_card(prologue + textwrap.dedent(text), **options)
+        return on_card(TORCH_PROLOGUE + textwrap.dedent(text), **options)
 
     return run

@@ -103,7 +103,10 @@ def test_entry_points_by_version(run_driver):
 
         old = entry(b"cuStreamGetCaptureInfo", 11030)[1]
         new = entry(b"cuStreamGetCaptureInfo", 13000)[1]
-        address = lambda name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
+        def address(name):
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
         answer(old=old == address("cuStreamGetCaptureInfo_v2"),
                new=new == address("cuStreamGetCaptureInfo_v3"),
                alloc=entry(b"cuMemAlloc", 13000)[1] == address("cuMemAlloc_v2"),

@@ -45,6 +45,8 @@ class Session:
             **VLLM_ENVIRONMENT,
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
+            # Kernels that never run are not fetched either; the retries are slow.
+            "FLASHINFER_NO_DOWNLOAD": os.environ.get("FLASHINFER_NO_DOWNLOAD", "1"),
             # torch must count cards without marking later forks as broken.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
