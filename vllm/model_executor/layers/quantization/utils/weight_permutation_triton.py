@@ -51,6 +51,7 @@ def _gather_rows(
     step,
     FILL: tl.constexpr,
     RUN: tl.constexpr,
+    INNER: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -58,7 +59,7 @@ def _gather_rows(
     """out[expert, to_units[r] + place of column] = source[expert, from_rows[r], column]
 
     Sizes and strides count units of the pointers' type. Column c lies at
-    c // RUN * step + c % RUN from the start of its row, at c when RUN is 0.
+    c // RUN * step + c % RUN * INNER from the start of its row, at c when RUN is 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -75,7 +76,7 @@ def _gather_rows(
     if RUN == 0:
         place = column
     else:
-        place = column // RUN * step + column % RUN
+        place = column // RUN * step + column % RUN * INNER
     target = tl.multiple_of(target, ALIGN)[:, None]
     tl.store(
         out + expert * out_expert + target + place,
@@ -242,11 +243,12 @@ def _plan_in_place(job: Job) -> InPlace:
     unit = _unit(cell_bytes, source.stride(0), source.data_ptr())
 
     def build():
-        place = conversion.tiling.cells(rows, row_bytes)
-        runs = place.shape[1]
-        origin = conversion.rows[:, None] * runs + torch.arange(runs)
+        runs = torch.arange(row_bytes // cell_bytes)
+        step = conversion.tiling.strides(rows, row_bytes)[-2]
+        starts = conversion.tiling.row_starts(rows, row_bytes)
+        place = (starts[:, None] + runs * step) // cell_bytes
         source_cells = torch.empty(n_cells, dtype=torch.int64)
-        source_cells[place.flatten()] = origin.flatten()
+        source_cells[place] = conversion.rows[:, None] * runs.numel() + runs
         moves = plan_moves(source_cells.tolist(), cells)
         return Moves(
             moves.to_cells.to(source.device),
@@ -276,18 +278,18 @@ class GatherTable:
     from_rows: torch.Tensor  # int32, source row of each result row, -1: padding
     to_units: torch.Tensor  # int32, first unit of each result row
     step: int  # units from one run of a row to the next
+    inner: int  # units from one unit of a run to the next
 
 
 def _gather_table(conversion: Conversion, unit: int, device: torch.device):
     def build():
-        rows, row_bytes = conversion.shape
-        run = conversion.tiling.run or row_bytes
-        places = conversion.tiling.cells(rows, row_bytes) * (run // unit)
-        several = rows and places.shape[1] > 1
+        starts = conversion.tiling.row_starts(*conversion.shape)
+        *_, step, inner = conversion.tiling.strides(*conversion.shape)
         return GatherTable(
             conversion.rows.to(torch.int32).to(device),
-            places[:, 0].to(torch.int32).to(device),
-            int(places[0, 1] - places[0, 0]) if several else 0,
+            (starts // unit).to(torch.int32).to(device),
+            step // unit,
+            inner,
         )
 
     return conversion.table(f"gather{unit}", device, build)
@@ -327,6 +329,7 @@ class Gather:
             self.table.step,
             FILL=self.fill,
             RUN=self.run,
+            INNER=self.table.inner,
             ALIGN=self.align,
             ROWS=rows,
             COLUMNS=columns,
@@ -340,7 +343,7 @@ def _plan_gather(job: Job, out: torch.Tensor) -> Gather:
     sizes = (
         conversion.shape[1],
         conversion.source_shape[1],
-        conversion.tiling.run,
+        conversion.tiling.run if conversion.tiling.whole_runs else 1,
         *source.stride()[:2],
         out.stride(0),
         source.data_ptr(),
@@ -371,7 +374,7 @@ def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
     saved = scratch[: max(n_experts * n_saved * cell, unit)]
     data = _unit_view(flat, unit)
     if n_saved:
-        table = GatherTable(moves.saved_cells, plan.saved_units, 0)
+        table = GatherTable(moves.saved_cells, plan.saved_units, 0, 1)
         Gather(data, unit, table, cell, cell, align)(
             slice(None), saved.view(n_experts, -1)
         )
@@ -399,7 +402,8 @@ def run(jobs: Sequence[Job], budget: int) -> None:
     for job in jobs:
         plan, per_expert = None, 0
         if job.out is None:
-            if job.conversion.tiling.run in range(1, MIN_CELL_BYTES):
+            tiling = job.conversion.tiling
+            if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
                 per_expert = prod(job.conversion.shape)
             else:
                 plan = _plan_in_place(job)
