@@ -8,6 +8,7 @@ more, as a server would. Then everything is dropped, and nothing may be left.
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -122,6 +123,7 @@ def in_child(call: str | None, nth: int, folder: Path) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
+        signal.alarm(120)
         try:
             result = scenario(call, nth)
         except BaseException:

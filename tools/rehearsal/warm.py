@@ -7,15 +7,19 @@ in testing.py, whose other end this is.
 
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
 
 from tools.rehearsal import card
 
+LONGEST_SECONDS = 300
+
 
 def _child(order: dict[str, Any], names: dict[str, Any]) -> None:
     status = 1
+    signal.alarm(LONGEST_SECONDS)
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             file = os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
