@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pool generations with the real PyTorch and extension: pool_checks.py on a card.
+
+POOL_CHECKS_REPEAT=20 runs each check 20 times, POOL_STRESS_SECONDS=60 makes each stress
+of threads so long.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tools.rehearsal.testing import on_card
+
+HERE = Path(__file__).parent
+REPEAT = int(os.environ.get("POOL_CHECKS_REPEAT", "1"))
+STRESS = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
+
+CHECKS = [
+    "replaced_weights_go_back_during_the_load",
+    "a_tight_card_loads",
+    "a_tight_card_does_not_load_switched_off",
+    "switched_off_keeps_one_pool_to_its_end",
+    "the_report_agrees_with_the_card",
+    "out_of_memory_in_the_pool_can_be_retried",
+    "torch_retries_by_itself_with_what_was_retired",
+    "nested_pools_keep_their_tags",
+    "a_weight_deleted_while_asleep_is_unmapped_once",
+    "a_thread_without_a_pool_is_left_alone",
+    "capture_is_left_alone",
+    "a_scope_that_ends_in_a_capture_is_drained_after_it",
+    "a_capture_after_a_load_finds_nothing_to_free",
+    "stress_of_reclaim_against_other_threads",
+    "stress_of_reclaim_against_out_of_memory",
+    "a_pool_that_cannot_be_made_leaves_the_open_generation",
+    "a_device_that_fails_in_a_switch_leaves_an_open_generation",
+    "an_unmap_that_fails_is_reported_and_nothing_else_is_lost",
+    "every_call_of_an_allocation_fails_in_turn",
+    "a_load_that_fails_is_followed_by_one_that_passes",
+    "an_engine_after_an_engine",
+    "exit_with_tensors_alive",
+    "exit_after_release_pools",
+    "exit_while_a_pool_is_open",
+    "exit_while_a_load_fails",
+    "exit_while_another_thread_has_a_pool_open",
+    "exit_while_asleep",
+    "exit_with_a_graph_alive",
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(fronts, request):
+    """The outcomes of the checks that were selected, from one process."""
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    names = [item.callspec.params["name"] for item in here]
+    result = on_card(
+        f"""
+        from forked import run_checks
+        answer(outcomes=run_checks("pool_checks", {names!r}, {REPEAT}))
+        """,
+        env={"PYTHONPATH": str(HERE)},
+        timeout=120 + REPEAT * (120 + 2 * STRESS),
+    )
+    assert "outcomes" in result.answer, result.stderr[-4000:]
+    return result.answer["outcomes"]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_card(outcomes, name):
+    outcome = outcomes[name]
+    assert outcome["clean"], (
+        f"run {outcome['run']}: exit status {outcome['status']}\n"
+        f"misuse: {outcome['misuse']}\nunsupported: {outcome['unsupported']}\n"
+        f"{outcome['text']}"
+    )
