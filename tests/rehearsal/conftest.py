@@ -3,13 +3,16 @@
 
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.rehearsal.build import BuildError, front_libraries
+from tools.rehearsal.cards import find_card
+from tools.rehearsal.packages import find_variant
+from tools.rehearsal.session import Session
 from tools.rehearsal.testing import Outcome, on_card
 
 HERE = Path(__file__).parent
@@ -24,6 +27,42 @@ def fronts() -> Path:
         return front_libraries()
     except BuildError as error:
         pytest.skip(f"no simulated card here: {error}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "exhaustive: takes minutes, left out unless asked for with -m"
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if "exhaustive" in config.getoption("markexpr"):
+        return
+    skip = pytest.mark.skip(reason="takes minutes; run with -m exhaustive")
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def sessions(fronts: Path) -> Iterator[Callable[..., Session]]:
+    """vLLM on a simulated card by capability, the fork or stock; jobs say how big."""
+    found: dict[tuple[str, bool], Session] = {}
+
+    def get(capability: str, *, stock: bool = False) -> Session:
+        key = (capability, stock)
+        if key not in found:
+            card = find_card(None, 64 << 30, capability)
+            package = find_variant("stock").package if stock else None
+            found[key] = Session(card, package=package)
+            found[key].wait_until_ready()
+        return found[key]
+
+    yield get
+    for session in found.values():
+        session.close()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -42,11 +43,19 @@ def generations_enabled() -> bool:
     return envs.VLLM_CUMEM_POOL_GENERATIONS and not current_platform.is_rocm()
 
 
+def _tags(tags: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """The tags meant: one may come without its tuple, and None is the default tag."""
+    if tags is None:
+        return (CuMemAllocator.default_tag,)
+    return (tags,) if isinstance(tags, str) else tuple(tags)
+
+
 class CuMemAllocator:
     def __init__(self) -> None:
         assert extension is not None
         self._table: SegmentTable = make_segment_table(extension)
-        self.python_malloc_callback, self.python_free_callback = self._table.callbacks
+        callbacks: Any = self._table.callbacks
+        self.python_malloc_callback, self.python_free_callback = callbacks
         self._host_copies: dict[tuple[int, int], torch.Tensor] = {}
 
     @cached_property
@@ -171,12 +180,7 @@ class CuMemAllocator:
         Raises:
             RuntimeError: the driver refused; segments not yet asleep are unchanged.
         """
-        if offload_tags is None:
-            offload_tags = (CuMemAllocator.default_tag,)
-        elif isinstance(offload_tags, str):
-            offload_tags = (offload_tags,)
-        assert isinstance(offload_tags, tuple)
-
+        kept_tags = _tags(offload_tags)
         # What PyTorch could give back must not be copied to the host instead.
         gc.collect()
         self._generations.drain()
@@ -185,7 +189,7 @@ class CuMemAllocator:
         freed = kept = 0
         policy_conflict = False
         for segment in self._table.segments():
-            keep = segment.tag in offload_tags
+            keep = segment.tag in kept_tags
             if segment.asleep:
                 policy_conflict |= keep != (self._host_copy(segment) is not None)
             elif self._suspend(segment, keep=keep):
@@ -212,15 +216,14 @@ class CuMemAllocator:
         Args:
             tags: the tags to select.
         """
-        if isinstance(tags, str):
-            tags = (tags,)
+        chosen_tags = _tags(tags)
         self._generations.drain()
         self._drop_stale_host_copies()
 
         discarded = 0
         policy_conflict = False
         for segment in self._table.segments():
-            if segment.tag not in tags:
+            if segment.tag not in chosen_tags:
                 continue
             if segment.asleep:
                 policy_conflict |= self._host_copy(segment) is not None
@@ -228,7 +231,7 @@ class CuMemAllocator:
                 discarded += segment.size
         self._report_errors()
 
-        logger.info("Discarded %.2f GiB with tags %s.", discarded / GIB, tags)
+        logger.info("Discarded %.2f GiB with tags %s.", discarded / GIB, chosen_tags)
         if policy_conflict:
             logger.warning(
                 "Some segments to discard were already asleep with their contents on "
