@@ -6,12 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+
+from tests.device_allocator.fake_device import FakeDevice
 from vllm.device_allocator import load_report
 from vllm.device_allocator.generations import PoolGenerations, reclaim
 from vllm.device_allocator.load_report import TagMemory, by_tag, load_reported
 from vllm.device_allocator.segment_table import Segment
-
-from tests.device_allocator.fake_device import FakeDevice
 
 GIB = 1 << 30
 
