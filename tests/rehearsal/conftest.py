@@ -90,3 +90,30 @@ def run_torch(fronts: Path) -> Callable[..., Outcome]:
         return on_card(TORCH_PROLOGUE + textwrap.dedent(text), **options)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def checked(fronts: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Run the selected tests' checks, each in a child of one process on a card.
+
+    POOL_CHECKS_REPEAT=20 runs each check 20 times, POOL_STRESS_SECONDS=60 makes each
+    stress of threads so long.
+    """
+    repeat = int(os.environ.get("POOL_CHECKS_REPEAT", "1"))
+    stress = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
+
+    def run(module: str) -> dict[str, dict[str, Any]]:
+        items = [i for i in request.session.items if i.path == request.path]
+        names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+        result = on_card(
+            f"""
+            from forked import run_checks
+            answer(outcomes=run_checks({module!r}, {names!r}, {repeat}))
+            """,
+            env={"PYTHONPATH": str(HERE)},
+            timeout=300 + repeat * (180 + 2 * stress),
+        )
+        assert "outcomes" in result.answer, result.stderr[-4000:]
+        return result.answer["outcomes"]
+
+    return run

@@ -30,8 +30,9 @@ def run_checks(module: str, names: list[str], repeat: int) -> dict[str, dict[str
     outcomes: dict[str, dict[str, Any]] = {}
     for name in names:
         for run in range(1, repeat + 1):
-            outcomes[name] = _run(getattr(checks, name), TIMEOUT_S) | {"run": run}
+            outcomes[name] = _run(getattr(checks, name), TIMEOUT_S)
             if not outcomes[name]["clean"]:
+                outcomes[name]["text"] = f"run {run}: {outcomes[name]['text']}"
                 break
     return outcomes
 
@@ -50,15 +51,11 @@ def _run(check: Any, timeout: float) -> dict[str, Any]:
         text = output.read()
     card = json.loads(report.read_text()) if report.exists() else {}
     report.unlink(missing_ok=True)
-    clean = status == 0 and bool(card) and not card["misuse"]
-    clean = clean and not card["unsupported"] and "Traceback" not in text
-    return {
-        "clean": clean,
-        "status": status,
-        "misuse": card.get("misuse_examples", "no report"),
-        "unsupported": card.get("unsupported"),
-        "text": text[-6000:],
-    }
+    clean = status == 0 and bool(card) and "Traceback" not in text
+    clean = clean and not card["misuse"] and not card["unsupported"]
+    what = f"exit status {status}, misuse {card.get('misuse_examples', 'unknown')}, "
+    what += f"unsupported {card.get('unsupported', 'unknown')}"
+    return {"clean": clean, "text": f"{what}\n{text[-6000:]}"}
 
 
 def _become(check: Any, output: int) -> None:

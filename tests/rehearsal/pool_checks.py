@@ -247,6 +247,36 @@ def a_thread_without_a_pool_is_left_alone() -> None:
     assert found[0] is False
 
 
+def expandable_segments_are_off_in_a_pool_only() -> None:
+    from vllm.device_allocator.alloc_conf import (
+        EXPANDABLE_SEGMENTS,
+        conf_flag_enabled,
+        current_alloc_conf,
+        set_alloc_conf,
+    )
+
+    def expandable() -> bool:
+        return conf_flag_enabled(current_alloc_conf(), EXPANDABLE_SEGMENTS)
+
+    allocator = start()
+    set_alloc_conf("expandable_segments:True")
+    outside = block(64 * MIB)
+    with allocator.use_memory_pool("weights"):
+        assert not expandable()
+        weights = load()
+        assert allocator.memory_by_tag()["weights"].mapped >= live(weights)
+    assert expandable()
+    found = torch.cuda.memory_snapshot(include_traces=False)
+    by_address = {segment["address"]: segment["is_expandable"] for segment in found}
+    ours = {segment.address for segment in allocator._table.segments()}
+    assert ours and not any(by_address[address] for address in ours)
+    assert by_address[outside.data_ptr()]
+    allocator.sleep(offload_tags=())
+    allocator.wake_up()
+    del weights
+    assert_nothing_left(allocator)
+
+
 # Graph capture.
 
 

@@ -1,20 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pool generations with the real PyTorch and extension: pool_checks.py on a card.
-
-POOL_CHECKS_REPEAT=20 runs each check 20 times, POOL_STRESS_SECONDS=60 makes each stress
-of threads so long.
-"""
-
-import os
-from pathlib import Path
+"""Pool generations with the real PyTorch and extension: pool_checks.py on a card."""
 
 import pytest
-
-from tools.rehearsal.testing import on_card
-
-HERE = Path(__file__).parent
-REPEAT = int(os.environ.get("POOL_CHECKS_REPEAT", "1"))
-STRESS = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
 
 CHECKS = [
     "replaced_weights_go_back_during_the_load",
@@ -27,6 +14,7 @@ CHECKS = [
     "nested_pools_keep_their_tags",
     "a_weight_deleted_while_asleep_is_unmapped_once",
     "a_thread_without_a_pool_is_left_alone",
+    "expandable_segments_are_off_in_a_pool_only",
     "capture_is_left_alone",
     "a_scope_that_ends_in_a_capture_is_drained_after_it",
     "a_capture_after_a_load_finds_nothing_to_free",
@@ -49,27 +37,10 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(fronts, request):
-    """The outcomes of the checks that were selected, from one process."""
-    here = [item for item in request.session.items if item.path == Path(__file__)]
-    names = [item.callspec.params["name"] for item in here]
-    result = on_card(
-        f"""
-        from forked import run_checks
-        answer(outcomes=run_checks("pool_checks", {names!r}, {REPEAT}))
-        """,
-        env={"PYTHONPATH": str(HERE)},
-        timeout=120 + REPEAT * (120 + 2 * STRESS),
-    )
-    assert "outcomes" in result.answer, result.stderr[-4000:]
-    return result.answer["outcomes"]
+def outcomes(checked):
+    return checked("pool_checks")
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_card(outcomes, name):
-    outcome = outcomes[name]
-    assert outcome["clean"], (
-        f"run {outcome['run']}: exit status {outcome['status']}\n"
-        f"misuse: {outcome['misuse']}\nunsupported: {outcome['unsupported']}\n"
-        f"{outcome['text']}"
-    )
+    assert outcomes[name]["clean"], outcomes[name]["text"]
