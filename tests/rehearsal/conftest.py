@@ -11,9 +11,9 @@ import pytest
 
 from tools.rehearsal.build import BuildError, front_libraries
 from tools.rehearsal.cards import find_card
-from tools.rehearsal.packages import find_variant
+from tools.rehearsal.packages import find_variant, installed_version, is_fork
 from tools.rehearsal.session import Session
-from tools.rehearsal.testing import Outcome, on_card
+from tools.rehearsal.testing import Outcome, WarmProcess, on_card
 
 HERE = Path(__file__).parent
 DRIVER_PROLOGUE = "from driver import *\nfrom tools.rehearsal import card\n"
@@ -82,14 +82,17 @@ def run_driver(fronts: Path) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.fixture(scope="session")
+def torch_process(fronts: Path) -> Iterator[WarmProcess]:
+    process = WarmProcess(TORCH_PROLOGUE, capability="12.0", cards=2)
+    yield process
+    process.close()
+
+
 @pytest.fixture
-def run_torch(fronts: Path) -> Callable[..., Outcome]:
-    """Run text that has torch, `card` and `answer`."""
-
-    def run(text: str, **options: Any) -> Outcome:
-        return on_card(TORCH_PROLOGUE + textwrap.dedent(text), **options)
-
-    return run
+def run_torch(torch_process: WarmProcess) -> Callable[..., Outcome]:
+    """Run text that has torch, `card` and `answer`, on two cards of SM 12.0."""
+    return torch_process.run
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,8 @@ def checked(fronts: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """
     repeat = int(os.environ.get("POOL_CHECKS_REPEAT", "1"))
     stress = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
+    if not is_fork(installed_version()):
+        pytest.skip("the installed vLLM is not the fork")
 
     def run(module: str) -> dict[str, dict[str, Any]]:
         items = [i for i in request.session.items if i.path == request.path]
