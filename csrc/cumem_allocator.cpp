@@ -295,11 +295,11 @@ PyObject* counters(PyObject*, PyObject*) {
   const cumem::Counters now =
       without_gil([] { return cumem::table().counters(); });
   return Py_BuildValue(
-      "{sKsKsKsKsKsKsKsK}", "mapped_bytes", now.mapped_bytes,
+      "{sKsKsKsKsKsKsKsKsK}", "mapped_bytes", now.mapped_bytes,
       "peak_mapped_bytes", now.peak_mapped_bytes, "reserved_bytes",
-      now.reserved_bytes, "segments", now.segments, "mallocs", now.mallocs,
-      "frees", now.frees, "failed_mallocs", now.failed_mallocs, "errors",
-      now.errors);
+      now.reserved_bytes, "returned_bytes", now.returned_bytes, "segments",
+      now.segments, "mallocs", now.mallocs, "frees", now.frees,
+      "failed_mallocs", now.failed_mallocs, "errors", now.errors);
 }
 
 PyObject* reset_peak(PyObject*, PyObject*) {
@@ -352,8 +352,9 @@ PyMethodDef methods[] = {
     {"counters", counters, METH_NOARGS,
      "counters() -> dict\n\n"
      "mapped_bytes, peak_mapped_bytes, reserved_bytes (addresses, mapped or\n"
-     "asleep), segments, mallocs, frees, failed_mallocs, errors. Bytes include\n"
-     "segments whose free is postponed."},
+     "asleep), returned_bytes (of freed segments, those freed asleep left out),\n"
+     "segments, mallocs, frees, failed_mallocs, errors. Bytes include segments\n"
+     "whose free is postponed."},
     {"reset_peak", reset_peak, METH_NOARGS,
      "reset_peak()\n\nSet peak_mapped_bytes to mapped_bytes."},
     {"take_errors", take_errors, METH_NOARGS,

@@ -46,6 +46,7 @@ struct Counters {
   std::uint64_t mapped_bytes = 0;
   std::uint64_t peak_mapped_bytes = 0;
   std::uint64_t reserved_bytes = 0;
+  std::uint64_t returned_bytes = 0;  // by frees of mapped segments, ever
   std::uint64_t segments = 0;
   std::uint64_t mallocs = 0;
   std::uint64_t frees = 0;
@@ -115,7 +116,10 @@ class SegmentTable {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = segments_.find(address);
     const Segment& segment = found->second;
-    if (!segment.asleep) counters_.mapped_bytes -= segment.size;
+    if (!segment.asleep) {
+      counters_.mapped_bytes -= segment.size;
+      counters_.returned_bytes += segment.size;
+    }
     counters_.reserved_bytes -= segment.size;
     segments_.erase(found);
   }
