@@ -5,6 +5,7 @@ Lines of JSON come on standard input, exit statuses go out. See `WarmProcess`
 in testing.py, whose other end this is.
 """
 
+import gc
 import json
 import os
 import signal
@@ -44,6 +45,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     exec(compile(json.loads(sys.stdin.readline()), "<imports>", "exec"), names)
+    # Else every child walks and copies all that the imports made.
+    gc.collect()
+    gc.freeze()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
