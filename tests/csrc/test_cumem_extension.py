@@ -106,6 +106,7 @@ def test_counters_names(card):
         "frees",
         "failed_mallocs",
         "errors",
+        "leftovers",
     }
 
 
