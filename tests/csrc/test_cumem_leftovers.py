@@ -73,6 +73,7 @@ def lose_a_wake(card, times: int = MANY) -> int:
     """A segment asleep whose failed wake could not be undone: it is mapped still."""
     address = card.malloc()
     card.sleep(address)
+    card.cumem.reset_peak()
     card.fake.fail("cuMemSetAccess")
     card.fake.fail("cuMemUnmap", times=times)
     with pytest.raises(RuntimeError, match="cuMemSetAccess failed.*then cuMemUnmap"):
@@ -291,6 +292,7 @@ def test_it_can_be_woken_once_the_mapping_is_gone(card):
     assert card.asleep(address)
     counters = card.cumem.counters()
     assert counters["mapped_bytes"] == counters["reserved_bytes"] == GRANULARITY
+    assert counters["peak_mapped_bytes"] == GRANULARITY
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cannot be woken yet"):
             card.wake(address)
