@@ -108,6 +108,7 @@ def test_counters_names(card):
         "frees",
         "failed_mallocs",
         "errors",
+        "leftovers",
     }
 
 
