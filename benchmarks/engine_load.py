@@ -113,6 +113,7 @@ def occupy(card: float) -> None:
 def measure_worker(meter: Meter, result: dict[str, Any], load_only: bool) -> None:
     """Note memory around the worker's load and its KV cache; change nothing else."""
     import torch
+
     from vllm.v1.worker.gpu_worker import Worker
 
     load, available = Worker.load_model, Worker.determine_available_memory
@@ -144,6 +145,7 @@ def measure_worker(meter: Meter, result: dict[str, Any], load_only: bool) -> Non
 def scrub_on_wake() -> Callable[[], int]:
     """Fill each segment between its mapping and its restoring; returns the count."""
     import torch
+
     from vllm.device_allocator import cumem
 
     create_and_map, scrubbed = cumem.create_and_map, [0]
@@ -166,6 +168,7 @@ def digest(llm: Any) -> str:
 
 def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> None:
     import torch
+
     from vllm import LLM
 
     measure_worker(meter, result, args.load_only)
@@ -249,6 +252,7 @@ def capability_without_cuda() -> Iterator[None]:
     """FlashInfer asks for the card's capability when it is imported; torch would start
     CUDA to answer, and refuse it in a child."""
     import torch
+
     from vllm.platforms import current_platform
 
     known = current_platform.get_device_capability()
@@ -261,7 +265,7 @@ def capability_without_cuda() -> Iterator[None]:
 
 
 def serve() -> None:
-    """Import once, then fork a child for each line of arguments; a line of JSON each."""
+    """Import once, then fork a child for each line of arguments; answer in JSON."""
     with capability_without_cuda():
         for name in PRELOADED:
             importlib.import_module(name)

@@ -3,10 +3,10 @@
 
     python benchmarks/engine_table.py --fork DIR --stock DIR [--json FILE] [MODEL ...]
 
-DIR is a folder that holds a ``vllm`` package. For each model it loads on the whole card
-(peak, memory after the load, KV cache, digests over cycles of sleep and wake), finds the
-smallest card that loads it without sleep mode, to 0.1 GiB, and loads with sleep mode
-0.1 GiB above that. Needs a GPU; see engine_load.py for the units.
+DIR is a folder that holds a ``vllm`` package. For each model it loads on the whole
+card (peak, memory after the load, KV cache, digests over cycles of sleep and wake),
+finds the smallest card that loads it without sleep mode, to 0.1 GiB, and loads with
+sleep mode 0.1 GiB above that. Needs a GPU; see engine_load.py for the units.
 """
 
 import argparse

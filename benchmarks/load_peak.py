@@ -75,7 +75,6 @@ def serve(allocator: str, layer_set: str) -> None:
 
 def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
     import torch
-
     from layer_sets import LAYER_SETS
 
     torch.empty(1, device="cuda")
@@ -88,7 +87,8 @@ def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
     pool, reclaim = allocator_under_test(allocator)
     try:
         with pool:
-            for step, weights in enumerate(LAYER_SETS[layer_set].load()):
+            for step, state in enumerate(LAYER_SETS[layer_set].load()):
+                weights = state
                 reclaim(step)
         row["ok"] = True
     except torch.OutOfMemoryError as error:

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
-from vllm.device_allocator import generations
-from vllm.device_allocator.generations import PoolGenerations, pool_is_open, reclaim
 
 from tests.device_allocator.fake_device import FakeDevice, OutOfMemory
+from vllm.device_allocator import generations
+from vllm.device_allocator.generations import PoolGenerations, pool_is_open, reclaim
 
 GIB = 1 << 30
 LAYER = GIB

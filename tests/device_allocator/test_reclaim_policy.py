@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm.device_allocator.reclaim_policy import (
     DRAIN_BYTES,
     RESERVE_BYTES,

@@ -57,6 +57,11 @@ def merged(line: str, base: str = BASE) -> str:
             f"    {LONG},\n    another_long_name,\n)\n",
         ),
         (
+            f"from {LONG}.{LONG} import {LONG}",
+            "import torch",
+            f"import torch\nfrom {LONG}.{LONG} import (\n    {LONG},\n)",
+        ),
+        (
             "from torch import nn",
             "import torch\n",
             "import torch\nfrom torch import nn\n",

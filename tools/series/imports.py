@@ -194,7 +194,7 @@ def _add(
             names = _with_name(small, item)
             body[i] = _rewritten(body[i], item.module, names, indent, like)
             return body
-    new = syntax.parse_statements(str(item), like)[0]
+    new = _statement(item, indent, like)
     at = start
     while at < end and _key(body[at]) <= _key(new):
         at += 1
@@ -211,6 +211,15 @@ def _add(
         body[at] = syntax.with_leading(body[at], [syntax.blank()])
     body.insert(at, new)
     return body
+
+
+def _statement(item: Imported, indent: int, like: cst.Module) -> Statement:
+    """A new import, over several lines where one would be too long."""
+    text = str(item)
+    if len(text) + indent > LINE_LENGTH and item.name is not None:
+        head, _, name = text.partition(" import ")
+        text = f"{head} import (\n    {name},\n)"
+    return syntax.parse_statements(text, like)[0]
 
 
 def _has_comment(small: cst.CSTNode) -> bool:

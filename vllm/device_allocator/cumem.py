@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -40,6 +41,13 @@ def generations_enabled() -> bool:
     """Whether a load may retire pools before its end; never on ROCm, where the
     extension's callbacks take the GIL under PyTorch's allocator lock."""
     return envs.VLLM_CUMEM_POOL_GENERATIONS and not current_platform.is_rocm()
+
+
+def _tags(tags: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """The tags meant: one may come without its tuple, and None is the default tag."""
+    if tags is None:
+        return (CuMemAllocator.default_tag,)
+    return (tags,) if isinstance(tags, str) else tuple(tags)
 
 
 def make_mover(table: SegmentTable) -> SegmentMover:
@@ -99,7 +107,8 @@ class CuMemAllocator:
     def __init__(self) -> None:
         assert extension is not None
         self._table: SegmentTable = make_segment_table(extension)
-        self.python_malloc_callback, self.python_free_callback = self._table.callbacks
+        callbacks: Any = self._table.callbacks
+        self.python_malloc_callback, self.python_free_callback = callbacks
         self._mover = make_mover(self._table)
         self._reminded = False
 
@@ -222,13 +231,8 @@ class CuMemAllocator:
             RuntimeError: the driver or the host refused. Every segment is mapped again,
                 with what it was to keep, and the call can be repeated.
         """
-        if offload_tags is None:
-            offload_tags = (CuMemAllocator.default_tag,)
-        elif isinstance(offload_tags, str):
-            offload_tags = (offload_tags,)
-        assert isinstance(offload_tags, tuple)
-
         start = time.perf_counter()
+        kept_tags = _tags(offload_tags)
         # What PyTorch could give back must not be copied to the host instead.
         gc.collect()
         self._generations.drain()
@@ -238,7 +242,7 @@ class CuMemAllocator:
         dropped: list[Segment] = []
         policy_conflict = False
         for segment in self._table.segments():
-            keep = segment.tag in offload_tags
+            keep = segment.tag in kept_tags
             has_copy = self._mover.host_copy(segment) is not None
             if segment.asleep:
                 policy_conflict |= keep != has_copy
@@ -277,15 +281,14 @@ class CuMemAllocator:
             RuntimeError: the driver refused. Every segment is mapped again, and the call
                 can be repeated.
         """
-        if isinstance(tags, str):
-            tags = (tags,)
+        chosen_tags = _tags(tags)
         self._generations.drain()
         self._mover.drop_stale_copies()
 
         dropped: list[Segment] = []
         policy_conflict = False
         for segment in self._table.segments():
-            if segment.tag not in tags:
+            if segment.tag not in chosen_tags:
                 continue
             if self._mover.host_copy(segment) is not None:
                 policy_conflict = True
@@ -294,7 +297,9 @@ class CuMemAllocator:
         self._mover.suspend([], dropped)
         self._report_errors()
 
-        logger.info("Discarded %.2f GiB with tags %s.", total_size(dropped) / GIB, tags)
+        logger.info(
+            "Discarded %.2f GiB with tags %s.", total_size(dropped) / GIB, chosen_tags
+        )
         if policy_conflict:
             logger.warning(
                 "Some segments to discard were already asleep with their contents on "

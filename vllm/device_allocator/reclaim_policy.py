@@ -4,8 +4,9 @@
 Two things give memory back. Draining returns what is free in pools that nothing is
 allocated from any more; it costs a moment. Retiring the open generation as well costs
 memory: what is left free in its half-used segments is lost until the tensors beside it
-die. So a load drains when there is something to return, and retires only when the device
-runs short of what the next step may take, and when there is more to gain than to lose.
+die. So a load drains when there is something to return, and retires only when the
+device runs short of what the next step may take, and when more is to be gained than
+lost.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ RESERVE_BYTES = 512 * MIB
 processes on the card."""
 
 DRAIN_BYTES = 256 * MIB
-"""Free bytes in PyTorch's pools, beyond those that the last drain could not return, that
-are worth another drain."""
+"""Free bytes in PyTorch's pools, beyond those that the last drain could not return,
+that are worth another drain."""
 
 RETIREMENT_COST_BYTES = 22 * MIB
 """The most that a retired generation leaves behind per stream: the unused rest of one
@@ -71,7 +72,7 @@ class LoadPressure:
         self._cached_after_drain = cached
 
     def worth_draining(self, cached: int) -> bool:
-        """Whether of ``cached`` free bytes in PyTorch's pools many may be returnable."""
+        """Whether many of the ``cached`` free bytes in PyTorch's pools may return."""
         return cached - self._cached_after_drain >= DRAIN_BYTES
 
 

@@ -11,8 +11,7 @@ that reports through callbacks (ROCm).
 import itertools
 import threading
 from collections.abc import Callable
-from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,13 +73,10 @@ class NativeTable:
         extension: the module ``vllm.cumem_allocator``.
     """
 
-    callbacks = (None, None)
+    callbacks: Callbacks | tuple[None, None] = (None, None)
 
-    def __init__(self, extension: ModuleType) -> None:
+    def __init__(self, extension: Any) -> None:
         self._extension = extension
-        self.set_scope: Callable[[str, int], None] = extension.set_scope
-        self.get_scope: Callable[[], tuple[str, int]] = extension.get_scope
-        self.take_errors: Callable[[], list[str]] = extension.take_errors
 
     def segments(self) -> list[Segment]:
         return [Segment(*row) for row in self._extension.segments()]
@@ -93,6 +89,15 @@ class NativeTable:
 
     def mark(self, segment: Segment, *, asleep: bool) -> None:
         """Nothing to do: the extension marks what it maps and unmaps."""
+
+    def set_scope(self, tag: str, generation: int) -> None:
+        self._extension.set_scope(tag, generation)
+
+    def get_scope(self) -> tuple[str, int]:
+        return self._extension.get_scope()
+
+    def take_errors(self) -> list[str]:
+        return self._extension.take_errors()
 
 
 class _ThreadScope(threading.local):
@@ -112,7 +117,7 @@ class CallbackTable:
         self._thread = _ThreadScope()
         self._before_free = before_free
         # Kept because the extension only borrows its references to the two.
-        self.callbacks = (self._allocated, self._freed)
+        self.callbacks: Callbacks | tuple[None, None] = (self._allocated, self._freed)
 
     def _allocated(self, allocation: HandleType) -> None:
         device, size, address, handle = allocation
@@ -154,7 +159,7 @@ class CallbackTable:
         return []
 
 
-def make_segment_table(extension: ModuleType) -> SegmentTable:
+def make_segment_table(extension: Any) -> SegmentTable:
     """The table that suits the extension; make one for the process."""
     if hasattr(extension, "segments"):
         return NativeTable(extension)

@@ -13,7 +13,9 @@ from vllm.model_executor.layers.quantization.utils import weight_permutation as 
 
 pytest.importorskip("triton")
 
-TILINGS = (core.ROW_MAJOR, core.BLOCK_MAJOR_K, core.SCALE_128X4)
+#: Bytes of a run are not neighbours here.
+SPLIT_RUNS = core.Tiling("split runs", (4, 2), run=2, order=(0, 2, 3, 4, 1))
+TILINGS = (core.ROW_MAJOR, core.BLOCK_MAJOR_K, core.SCALE_128X4, SPLIT_RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,14 @@ def reference(source: torch.Tensor, conversion: core.Conversion) -> torch.Tensor
             for group in range(32)
         ]
         matrix = torch.cat(tiles, dim=1)
+    elif conversion.tiling is SPLIT_RUNS:
+        parts = [
+            matrix[:, block + pair : block + 8 : 2, run : run + 2].mT.flatten(1)
+            for block in range(0, rows, 8)
+            for pair in range(2)
+            for run in range(0, row_bytes, 2)
+        ]
+        matrix = torch.cat(parts, dim=1)
     return matrix.flatten(1)
 
 
@@ -77,7 +87,8 @@ def run_interpreted(kernels, weight, conversion, budget):
 @st.composite
 def cases(draw, max_rows=4, max_columns=4):
     tiling = draw(st.sampled_from(TILINGS))
-    row_unit = 128 if tiling is core.SCALE_128X4 else draw(st.sampled_from((1, 3, 16)))
+    row_unit = {core.SCALE_128X4: 128, SPLIT_RUNS: 8}.get(tiling)
+    row_unit = row_unit or draw(st.sampled_from((1, 3, 16)))
     column_unit = tiling.run or draw(st.sampled_from((1, 2, 7, 16, 40)))
     rows = row_unit * draw(st.integers(1, max_rows))
     row_bytes = column_unit * draw(st.integers(1, max_columns))

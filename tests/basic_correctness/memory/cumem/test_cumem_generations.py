@@ -202,16 +202,16 @@ def workspace_is_discarded_on_sleep_and_keeps_its_address() -> None:
     from vllm.v1.worker.workspace import WorkspaceManager
 
     allocator = get_allocator()
+    backend, graph = CuMemBackend(), torch.cuda.CUDAGraph()
     manager = WorkspaceManager(
-        torch.device("cuda"),
-        alloc_context=lambda: allocator.use_memory_pool("workspace"),
+        torch.device("cuda", 0),
+        alloc_context=lambda: allocator.use_memory_pool(tag="workspace"),
     )
-    (outgrown,) = manager.get_simultaneous(((32 * MIB,), torch.uint8))
-    (scratch,) = manager.get_simultaneous(((64 * MIB,), torch.uint8))
-    graph = torch.cuda.CUDAGraph()
+    outgrown, scratch = (
+        manager.get_simultaneous(((size * MIB,), torch.uint8))[0] for size in (32, 64)
+    )
     with torch.cuda.graph(graph):
         scratch.add_(1)
-    backend = CuMemBackend()
     backend.suspend(level=1)
     assert mapped(allocator) == 0
     assert all(data.cpu_backup_tensor is None for data in segments(allocator))

@@ -2,22 +2,25 @@
 """Swizzled MXFP4 expert weights for SM 9.0, with little scratch.
 
 triton_kernels swizzles all experts at once through several tensors of four bytes per
-weight byte. Here the values are converted in their own storage, and the scales in
-groups of experts into one tensor.
+weight byte. Here values and scales are converted in their own storage where their
+size stays the same, else into one tensor.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
+    Conversion,
+    Tiling,
+    convert_,
     use_triton,
 )
 
 ROWS, COLUMNS = 16, 32  # rows by bytes that the value swizzle permutes and packs
 SCALE_GROUPS = 4  # the kernel reads this many scales of a row at a time
-SCALE_COPIES = 4  # what the scale swizzle holds of its input at most
 
 
 def convert_experts(
@@ -25,8 +28,8 @@ def convert_experts(
 ) -> Any:
     """`convert_layout(tensor, layout, **options)`, of triton_kernels.
 
-    For the layouts of SM 9.0 the values are overwritten (they share their storage
-    with the result when its size is the same), and the rows of scales are padded to a
+    For the layouts of SM 9.0 the tensor is overwritten (it shares its storage with
+    the result) when its size stays the same, and the rows of scales are padded to a
     multiple of four.
 
     Args:
@@ -44,7 +47,7 @@ def convert_experts(
     if name == "HOPPER_SCALE":
         shape[1] += -shape[1] % SCALE_GROUPS
         new_layout = layout(torch.Size(shape), **options)
-        result = _swizzled_scales(data, new_layout, shape[1])
+        result = swizzle_scales(data, new_layout.num_warps)
     else:
         new_layout = layout(tensor.storage.data.shape, **options)
         result = swizzle_values(data, new_layout)
@@ -87,23 +90,36 @@ def swizzle_values(values: torch.Tensor, layout: Any) -> torch.Tensor:
     return out.mT
 
 
-def _swizzled_scales(scales: torch.Tensor, layout: Any, groups: int) -> torch.Tensor:
-    """Swizzle scales, uint8 [experts, rows, groups], each row padded to `groups`."""
-    experts, rows, given = scales.shape
-    padded = (0, groups - given)
-    shape_only = torch.empty((1, rows, given), dtype=torch.uint8, device="meta")
-    shape_only = torch.nn.functional.pad(shape_only, padded)
-    stored = layout.swizzle_data(shape_only.mT).mT.shape[1:]
-    in_place = stored.numel() == rows * given and scales.is_contiguous()
-    out = (
-        scales.view(experts, *stored)
-        if in_place
-        else (scales.new_empty((experts, *stored)))
+@functools.cache
+def scale_layout(rows: int, groups: int, num_warps: int) -> Conversion:
+    """Scales [rows, groups] for SM 9.0: tiles of 32 rows per warp by two groups, in
+    the order of the threads that read them, padded with zeros."""
+    tile = 32 * num_warps
+    tall = rows + -rows % tile
+    tiling = Tiling(
+        "SM 9.0 scale tiles",
+        (2, num_warps, 2, 8),
+        run=2,
+        order=(0, 2, 5, 1, 4, 6, 3),
     )
-    # Scales are a seventeenth of the layer: as many experts at a time as keep the
-    # swizzle's own scratch below 2 % of the layer.
-    at_once = max(experts * 17 // 50 // SCALE_COPIES, 1)
-    for first in range(0, experts, at_once):
-        part = torch.nn.functional.pad(scales[first : first + at_once], padded)
-        out[first : first + at_once].copy_(layout.swizzle_data(part.mT).mT)
-    return out.mT
+    with torch.device("cpu"):
+        order = torch.arange(tall)
+        order[rows:] = -1
+        wide = groups + -groups % SCALE_GROUPS
+        return Conversion(order, (rows, groups), wide, tiling)
+
+
+def swizzle_scales(scales: torch.Tensor, num_warps: int) -> torch.Tensor:
+    """Swizzle scales, uint8 [experts, rows, groups of 32 values], for SM 9.0.
+
+    In place if rows are a multiple of 32 per warp, groups of four, and the scales are
+    contiguous; else into a new tensor.
+
+    Returns:
+        uint8 [experts, 32 * groups, rows / 32], the last two dimensions transposed.
+    """
+    layout = scale_layout(scales.shape[1], scales.shape[2], num_warps)
+    # Scales are a seventeenth of a layer, of which scratch may take 2 %.
+    (result,) = convert_((scales, layout), budget=scales.numel() * 17 // 50)
+    experts, rows, groups = result.shape
+    return result.view(experts, rows // 32, 32 * groups).mT

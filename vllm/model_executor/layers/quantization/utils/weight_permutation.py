@@ -25,9 +25,8 @@ class Tiling:
     """The order in memory of the bytes of one expert's [rows, row_bytes] matrix.
 
     Rows are split into dimensions [-1, *row_split], row bytes into
-    [-1, run]; `order` lists the resulting dimensions, outermost first. Bytes
-    of a run stay together, so the last dimension stays last. `run` 0 means
-    the whole row.
+    [-1, run]; `order` lists the resulting dimensions, outermost first. `run` 0
+    means the whole row.
     """
 
     name: str
@@ -66,13 +65,28 @@ class Tiling:
         view = memory.view(memory.shape[0], *stored)
         return view.permute(0, *(1 + d for d in back))
 
-    def cells(self, rows: int, row_bytes: int) -> torch.Tensor:
-        """Where each run goes: int64 [rows, runs per row], counted in runs."""
-        shape = self.split_shape(rows, row_bytes)[:-1]
-        stored = [shape[d] for d in self.order[:-1]]
-        place = torch.arange(prod(shape)).view(stored)
-        back = [self.order.index(d) for d in range(len(shape))]
-        return place.permute(back).reshape(rows, shape[-1])
+    def strides(self, rows: int, row_bytes: int) -> list[int]:
+        """Bytes in memory from one entry to the next, of each split dimension."""
+        shape = self.split_shape(rows, row_bytes)
+        steps = [0] * len(shape)
+        size = 1
+        for dimension in reversed(self.order):
+            steps[dimension] = size
+            size *= shape[dimension]
+        return steps
+
+    def row_starts(self, rows: int, row_bytes: int) -> torch.Tensor:
+        """The byte at which each row begins: int64 [rows]."""
+        shape = self.split_shape(rows, row_bytes)[:-2]
+        start = torch.zeros(1, dtype=torch.int64)
+        for size, step in zip(shape, self.strides(rows, row_bytes), strict=False):
+            start = (start[:, None] + torch.arange(size) * step).flatten()
+        return start
+
+    @property
+    def whole_runs(self) -> bool:
+        """Whether the bytes of a run are neighbours in memory."""
+        return self.order[-1] == len(self.order) - 1
 
 
 ROW_MAJOR = Tiling("row-major")

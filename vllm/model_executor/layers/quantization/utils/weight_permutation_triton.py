@@ -51,6 +51,7 @@ def _gather_rows(
     step,
     FILL: tl.constexpr,
     RUN: tl.constexpr,
+    INNER: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -58,7 +59,7 @@ def _gather_rows(
     """out[expert, to_units[r] + place of column] = source[expert, from_rows[r], column]
 
     Sizes and strides count units of the pointers' type. Column c lies at
-    c // RUN * step + c % RUN from the start of its row, at c when RUN is 0.
+    c // RUN * step + c % RUN * INNER from the start of its row, at c when RUN is 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -75,7 +76,7 @@ def _gather_rows(
     if RUN == 0:
         place = column
     else:
-        place = column // RUN * step + column % RUN
+        place = column // RUN * step + column % RUN * INNER
     target = tl.multiple_of(target, ALIGN)[:, None]
     tl.store(
         out + expert * out_expert + target + place,
@@ -242,11 +243,12 @@ def _plan_in_place(job: Job) -> InPlace:
     unit = _unit(cell_bytes, source.stride(0), source.data_ptr())
 
     def build():
-        place = conversion.tiling.cells(rows, row_bytes)
-        runs = place.shape[1]
-        origin = conversion.rows[:, None] * runs + torch.arange(runs)
+        runs = torch.arange(row_bytes // cell_bytes)
+        step = conversion.tiling.strides(rows, row_bytes)[-2]
+        starts = conversion.tiling.row_starts(rows, row_bytes)
+        place = (starts[:, None] + runs * step) // cell_bytes
         source_cells = torch.empty(n_cells, dtype=torch.int64)
-        source_cells[place.flatten()] = origin.flatten()
+        source_cells[place] = conversion.rows[:, None] * runs.numel() + runs
         moves = plan_moves(source_cells.tolist(), cells)
         return Moves(
             moves.to_cells.to(source.device),
@@ -276,99 +278,87 @@ class GatherTable:
     from_rows: torch.Tensor  # int32, source row of each result row, -1: padding
     to_units: torch.Tensor  # int32, first unit of each result row
     step: int  # units from one run of a row to the next
+    inner: int  # units from one unit of a run to the next
 
 
 def _gather_table(conversion: Conversion, unit: int, device: torch.device):
     def build():
-        rows, row_bytes = conversion.shape
-        run = conversion.tiling.run or row_bytes
-        places = conversion.tiling.cells(rows, row_bytes) * (run // unit)
-        several = rows and places.shape[1] > 1
+        starts = conversion.tiling.row_starts(*conversion.shape)
+        *_, step, inner = conversion.tiling.strides(*conversion.shape)
         return GatherTable(
             conversion.rows.to(torch.int32).to(device),
-            places[:, 0].to(torch.int32).to(device),
-            int(places[0, 1] - places[0, 0]) if several else 0,
+            (starts // unit).to(torch.int32).to(device),
+            step // unit,
+            inner,
         )
 
     return conversion.table(f"gather{unit}", device, build)
 
 
-def _gather_sizes(
-    source: torch.Tensor, out: torch.Tensor, conversion: Conversion
-) -> tuple[int, ...]:
-    """All byte counts that a gather's accesses must be a multiple of."""
-    return (
+@dataclass(frozen=True)
+class Gather:
+    """A launch of `_gather_rows`, ready but for the experts that it works on."""
+
+    source: torch.Tensor  # in units, [experts, rows, columns]
+    unit: int
+    table: GatherTable
+    source_bytes: int
+    row_bytes: int
+    align: int
+    run: int = 0
+    fill: int = 0
+
+    def __call__(self, experts: slice, out: torch.Tensor) -> None:
+        """Write these experts to `out`, uint8 [experts, bytes]."""
+        source, result = self.source[experts], _unit_view(out, self.unit)
+        n_rows, width = self.table.from_rows.numel(), self.row_bytes // self.unit
+        columns = min(_pow2(width), 128)
+        rows = min(_pow2(n_rows), 4096 // columns)
+        grid = (triton.cdiv(n_rows, rows), triton.cdiv(width, columns), len(source))
+        _gather_rows[grid](
+            source,
+            result,
+            self.table.from_rows,
+            self.table.to_units,
+            n_rows,
+            self.source_bytes // self.unit,
+            width,
+            source.stride(0),
+            source.stride(1),
+            result.stride(0),
+            self.table.step,
+            FILL=self.fill,
+            RUN=self.run,
+            INNER=self.table.inner,
+            ALIGN=self.align,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+
+def _plan_gather(job: Job, out: torch.Tensor) -> Gather:
+    """A gather of the job's experts into memory like `out`, uint8 [experts, bytes]."""
+    conversion, source = job.conversion, job.source
+    sizes = (
         conversion.shape[1],
         conversion.source_shape[1],
-        conversion.tiling.run,
+        conversion.tiling.run if conversion.tiling.whole_runs else 1,
         *source.stride()[:2],
         out.stride(0),
         source.data_ptr(),
         out.data_ptr(),
     )
-
-
-def _gather(source: torch.Tensor, out: torch.Tensor, conversion: Conversion) -> None:
-    """Write all experts of `source` into `out`, uint8 [experts, bytes]."""
-    sizes = _gather_sizes(source, out, conversion)
     unit = _unit(*sizes)
-    table = _gather_table(conversion, unit, source.device)
-    _launch_gather(
-        source,
-        out,
-        table.from_rows,
-        table.to_units,
+    return Gather(
+        _unit_view(source, unit),
+        unit,
+        _gather_table(conversion, unit, source.device),
         conversion.source_shape[1],
         conversion.shape[1],
-        unit,
         align=_align(unit, *sizes),
         run=conversion.tiling.run // unit,
-        step=table.step,
         fill=conversion.fill * sum(256**i for i in range(unit)),
-    )
-
-
-def _launch_gather(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    from_rows: torch.Tensor,
-    to_units: torch.Tensor,
-    source_bytes: int,
-    row_bytes: int,
-    unit: int,
-    *,
-    align: int,
-    run: int = 0,
-    step: int = 0,
-    fill: int = 0,
-) -> None:
-    n_rows = from_rows.numel()
-    columns = min(_pow2(row_bytes // unit), 128)
-    rows = min(_pow2(n_rows), 4096 // columns)
-    data, result = _unit_view(source, unit), _unit_view(out, unit)
-    grid = (
-        triton.cdiv(n_rows, rows),
-        triton.cdiv(row_bytes // unit, columns),
-        source.shape[0],
-    )
-    _gather_rows[grid](
-        data,
-        result,
-        from_rows,
-        to_units,
-        n_rows,
-        source_bytes // unit,
-        row_bytes // unit,
-        data.stride(0),
-        data.stride(1),
-        result.stride(0),
-        step,
-        FILL=fill,
-        RUN=run,
-        ALIGN=align,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=4,
     )
 
 
@@ -382,19 +372,13 @@ def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
     flat = experts.as_strided((n_experts, cells, cell), (experts.stride(0), cell, 1))
     align = _align(unit, cell, experts.stride(0), experts.data_ptr())
     saved = scratch[: max(n_experts * n_saved * cell, unit)]
+    data = _unit_view(flat, unit)
     if n_saved:
-        _launch_gather(
-            flat,
-            saved.view(n_experts, -1),
-            moves.saved_cells,
-            plan.saved_units,
-            cell,
-            cell,
-            unit,
-            align=align,
+        table = GatherTable(moves.saved_cells, plan.saved_units, 0, 1)
+        Gather(data, unit, table, cell, cell, align)(
+            slice(None), saved.view(n_experts, -1)
         )
     columns = min(_pow2(cell // unit), STRIP_BYTES // unit)
-    data = _unit_view(flat, unit)
     _move_cells[(moves.groups, triton.cdiv(cell // unit, columns), n_experts)](
         data,
         _unit_view(saved, unit),
@@ -413,12 +397,13 @@ def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
 def run(jobs: Sequence[Job], budget: int) -> None:
     """Convert these tensors, all on one device; scratch is at most `budget`
     bytes, or what one expert needs."""
-    plans: list[tuple[Job, InPlace | None, int]] = []  # job, plan, experts at once
+    planned: list[tuple[Job, InPlace | None, int]] = []  # job, plan, experts at once
     need = 16
     for job in jobs:
         plan, per_expert = None, 0
         if job.out is None:
-            if job.conversion.tiling.run in range(1, MIN_CELL_BYTES):
+            tiling = job.conversion.tiling
+            if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
                 per_expert = prod(job.conversion.shape)
             else:
                 plan = _plan_in_place(job)
@@ -427,23 +412,31 @@ def run(jobs: Sequence[Job], budget: int) -> None:
         if per_expert:
             at_once = min(at_once, max(1, budget // per_expert))
         need = max(need, at_once * per_expert)
-        plans.append((job, plan, at_once))
+        planned.append((job, plan, at_once))
     scratch = torch.empty(need, dtype=torch.uint8, device=jobs[0].source.device)
-    for job, plan, _ in plans:
-        # Index tables too must exist before the first write.
-        if plan is None:
-            out = scratch[None] if job.out is None else job.out
-            unit = _unit(*_gather_sizes(job.source, out, job.conversion))
-            _gather_table(job.conversion, unit, job.source.device)
-    for job, plan, at_once in plans:
+    # Index tables too are made here, before the first write.
+    steps = [
+        (job, plan, at_once, None if plan else _plan_gather(job, _target(job, scratch)))
+        for job, plan, at_once in planned
+    ]
+    for job, plan, at_once, gather in steps:
         for first in range(0, job.source.shape[0], at_once):
-            experts = job.source[first : first + at_once]
-            if job.out is not None:
-                _gather(experts, job.out[first : first + at_once], job.conversion)
-            elif plan is not None:
+            chunk = slice(first, first + at_once)
+            experts = job.source[chunk]
+            if plan is not None:
                 _move(plan, experts, scratch)
-            else:
-                size = experts.shape[0] * prod(job.conversion.shape)
-                result = scratch[:size].view(experts.shape[0], -1)
-                _gather(experts, result, job.conversion)
+            elif gather is not None and job.out is not None:
+                gather(chunk, job.out[chunk])
+            elif gather is not None:
+                result = _target(job, scratch)[: len(experts)]
+                gather(chunk, result)
                 experts.copy_(result.view(experts.shape))
+
+
+def _target(job: Job, scratch: torch.Tensor) -> torch.Tensor:
+    """Where a gather of this job writes, uint8 [experts, bytes]."""
+    if job.out is not None:
+        return job.out
+    size = prod(job.conversion.shape)
+    whole = scratch.numel() // size
+    return scratch[: whole * size].view(whole, size)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the tables of docs/measurements.md from the rows in benchmarks/results.
+
+python benchmarks/tables.py
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Row = dict[str, Any]
+
+
+def read(name: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def load_peak() -> str:
+    """Layer sets: peak and end on the whole card, and the smallest card."""
+    head = ("set", "allocator", "limit", "peak", "at the end", "live", "smallest card")
+    return table(
+        head,
+        (
+            (
+                row["set"],
+                row["allocator"],
+                row["split"],
+                row.get("peak", "-"),
+                row.get("end", "-"),
+                row.get("live", "-"),
+                row["smallest_card"],
+            )
+            for row in read("load_peak.jsonl")
+        ),
+    )
+
+
+def model(row: Row) -> str:
+    parts = [row["shape"]]
+    if row["layers"]:
+        parts.append(f"{row['layers']} layers")
+    if row["quantization"]:
+        parts.append(row["quantization"])
+    return ", ".join(parts)
+
+
+def whole_card() -> str:
+    head = ("model", "mode", "load peak", "after load", "KV cache", "digest", "cycles")
+    rows = []
+    for row in read("engine.jsonl"):
+        if row["load_only"]:
+            continue
+        cycles = row.get("cycles") if row["sleep"] else None
+        same = "-"
+        if cycles:
+            kept = sum(cycle["same_digest"] for cycle in cycles)
+            same = f"{kept} of {len(cycles)} equal"
+        figures = (row["load_peak"], row["after_load"], row["kv_cache"])
+        rows.append((model(row), row["mode"], *figures, row["digest"], same))
+    return table(head, rows)
+
+
+def small_cards() -> str:
+    """The smallest card without sleep mode, and what loads 0.1 GiB above it."""
+    rows = [row for row in read("engine.jsonl") if row["load_only"]]
+    without = [row for row in rows if not row["sleep"]]
+    lines = []
+    for name in dict.fromkeys(map(model, rows)):
+        loads = min(r["card"] for r in without if model(r) == name and r["ok"])
+        fails = max(r["card"] for r in without if model(r) == name and not r["ok"])
+        lines.append((name, "no-sleep", loads, f"loads (fails at {fails})"))
+        for row in rows:
+            if model(row) == name and row["sleep"]:
+                verdict = "loads" if row["ok"] else row["error"].split(". GPU")[0]
+                lines.append((name, row["mode"], row["card"], verdict))
+    return table(("model", "mode", "card", "result"), lines)
+
+
+TABLES = {
+    "load_peak": load_peak,
+    "whole_card": whole_card,
+    "small_cards": small_cards,
+}
+
+
+def fill(text: str) -> str:
+    """Put each table below its mark, in place of what stands there."""
+    for name, make in TABLES.items():
+        mark = f"<!-- {name} -->\n"
+        before, found, after = text.partition(mark)
+        if not found:
+            raise SystemExit(f"there is no mark {mark.strip()}")
+        rest = after.lstrip("\n").split("\n")
+        while rest and rest[0].startswith("|"):
+            rest.pop(0)
+        text = f"{before}{mark}\n{make()}\n\n" + "\n".join(rest).lstrip("\n")
+    return text
+
+
+def main() -> None:
+    page = RESULTS.parents[1] / "docs" / "measurements.md"
+    page.write_text(fill(page.read_text()))
+    print(*(make() for make in TABLES.values()), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
