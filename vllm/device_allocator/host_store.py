@@ -141,8 +141,10 @@ class Reservation:
         for touched in piece.touching:
             touched.result()
         piece.touching.clear()
-        if piece.will_register and not self._refused:
-            self._refused = not self._store._register(piece)
+        if piece.will_register:
+            piece.will_register = False
+            if not self._refused:
+                self._refused = not self._store._register(piece)
         return piece
 
     def close(self) -> None:
