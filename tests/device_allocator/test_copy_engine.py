@@ -65,6 +65,7 @@ def runtime(monkeypatch):
         fake.device = before
 
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.device)
     fake.synchronized = []
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronized.append)
     return fake

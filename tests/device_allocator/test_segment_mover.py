@@ -73,9 +73,15 @@ def test_the_calls_are_those_that_the_faults_below_count(device):
     assert len(device.calls) == 2 * SLEEP_CALLS
 
 
-def test_unmapping_waits_for_one_batch_and_overlaps_the_next(device):
-    device.sleep()
-    assert [name[0] for name in device.calls] == list("ccucuuuu")
+def test_all_copies_start_before_the_first_unmap(device):
+    order = []
+    device.mover._copies.mark = lambda: order.append("mark") or (len(order),)
+    device.mover._copies.wait = lambda mark: order.append("wait")
+    device.mover.suspend(
+        device.segments(), [], meanwhile=lambda: order.append("meanwhile")
+    )
+    assert order == ["mark"] * 5 + ["meanwhile"] + ["wait"] * 5
+    assert [name[0] for name in device.calls] == list("cccccuuuuu")
 
 
 def test_mapping_overlaps_copies_and_contents_come_first(device):
@@ -196,4 +202,4 @@ def test_long_sleep_says_how_far_it_is(device, monkeypatch):
     )
     device.sleep()
     assert len(lines) >= 2
-    assert "are on the host" in lines[0]
+    assert "on their way" in lines[0]

@@ -2,7 +2,7 @@
 """Copies between host and device that go on while the caller does something else."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -29,6 +29,13 @@ class Copies(Protocol):
         """Wait for every copy, as far as the device still answers; forget all marks."""
 
 
+def _on(device: int) -> AbstractContextManager[None]:
+    """Make the device the current one for a while."""
+    if device == torch.accelerator.current_device_index():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 class StreamCopies:
     """Copies on one stream per device, which lives as long as the process."""
 
@@ -39,14 +46,14 @@ class StreamCopies:
 
     def start(self, device: int, target: int, source: int, size: int) -> None:
         if device not in self._streams:
-            with torch.cuda.device(device):
+            with _on(device):
                 self._streams[device] = self._runtime.create_stream()
         self._runtime.copy(target, source, size, self._streams[device])
 
     def mark(self) -> Mark:
         events: list[int] = []
         for device, stream in self._streams.items():
-            with torch.cuda.device(device):
+            with _on(device):
                 events.append(self._runtime.record(stream))
             self._marked.add(events[-1])
         return tuple(events)

@@ -89,6 +89,11 @@ def total_size(segments: Iterable[Segment]) -> int:
     return sum(segment.size for segment in segments)
 
 
+def free_bytes() -> int:
+    """Free memory of the current device."""
+    return torch.accelerator.get_memory_info()[0]
+
+
 def shortage(segments: Iterable[Segment]) -> str:
     """What a wake of the segments needs, by tag, and what the device has."""
     by_tag: Counter[str] = Counter()
@@ -97,7 +102,7 @@ def shortage(segments: Iterable[Segment]) -> str:
     needed = ", ".join(f"{size / GIB:.2f} GiB for {tag}" for tag, size in by_tag.items())
     text = f"The wake needs {needed}"
     if torch.cuda.is_initialized():
-        free = torch.accelerator.get_memory_info()[0]
+        free = free_bytes()
         missing = max(0, by_tag.total() - free)
         text += f"; {free / GIB:.2f} GiB are free, {missing / GIB:.2f} GiB are missing"
     return f"{text}. Everything is asleep as before: free memory and repeat the call."
@@ -234,7 +239,6 @@ class CuMemAllocator:
         start = time.perf_counter()
         kept_tags = _tags(offload_tags)
         # What PyTorch could give back must not be copied to the host instead.
-        gc.collect()
         self._generations.drain()
         self._mover.drop_stale_copies()
 
@@ -250,7 +254,8 @@ class CuMemAllocator:
                 kept.append(segment)
             else:
                 dropped.append(segment)
-        self._mover.suspend(kept, dropped)
+        self._mover.suspend(kept, dropped, meanwhile=self._collect_garbage)
+        self._mover.drop_stale_copies()
         self._report_errors()
 
         seconds = time.perf_counter() - start
@@ -269,7 +274,9 @@ class CuMemAllocator:
                 "Some segments were already asleep with another choice of what to "
                 "keep; they stay as they were put to sleep."
             )
-        self._report_residual()
+        # The sleep itself has succeeded.
+        with suppress(RuntimeError):
+            self._report_residual()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
         """Free the device memory of segments with the tags; their contents are lost.
@@ -318,7 +325,6 @@ class CuMemAllocator:
                 is asleep as before, and the call can be repeated.
         """
         start = time.perf_counter()
-        gc.collect()
         self._generations.drain()
         self._mover.drop_stale_copies()
         woken: list[Segment] = []
@@ -334,6 +340,9 @@ class CuMemAllocator:
                 woken.append(segment)
                 if has_copy:
                     restored.append(segment)
+        wanted = total_size(s for s in woken if s.asleep)
+        if torch.cuda.is_initialized() and wanted > free_bytes():
+            self._collect_garbage()
         try:
             self._mover.resume(woken)
         except MapError as error:
@@ -358,6 +367,17 @@ class CuMemAllocator:
             total_size(restored) / GIB,
             total_size(restored) / 1e9 / seconds,
         )
+
+    def _collect_garbage(self) -> None:
+        """Break cycles, and give the device back what only they kept allocated.
+
+        It takes a good part of the time of a sleep, which is why it is done beside
+        copies, and for a wake only when memory is short.
+        """
+        before = torch.accelerator.memory_allocated() if torch.cuda.is_initialized() else 0
+        gc.collect()
+        if before and torch.accelerator.memory_allocated() < before:
+            self._generations.drain()
 
     def prepare_sleep(self, tags: tuple[str, ...] = ("weights",)) -> None:
         """Make the host memory for the first sleep in the background.

@@ -7,7 +7,6 @@ before the segment is unmapped, and dropped only when all copies of a wake are d
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -20,9 +19,6 @@ logger = init_logger(__name__)
 
 BATCH_BYTES = 64 << 20
 """Small segments are waited for together."""
-
-BATCHES_IN_FLIGHT = 2
-"""One is waited for while the next is copied."""
 
 PROGRESS_SECONDS = 2.0
 
@@ -90,12 +86,18 @@ class SegmentMover:
         for key in self.host_copies.keys() - alive:
             self.store.give(self.host_copies.pop(key))
 
-    def suspend(self, kept: Sequence[Segment], dropped: Sequence[Segment]) -> None:
+    def suspend(
+        self,
+        kept: Sequence[Segment],
+        dropped: Sequence[Segment],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Put mapped segments to sleep. Nothing may be running on the device.
 
         Args:
             kept: their contents move to the host.
             dropped: their contents are lost.
+            meanwhile: called once, while the copies go on.
 
         Raises:
             RuntimeError: the driver or the host refused. Every segment is mapped as
@@ -105,7 +107,7 @@ class SegmentMover:
         with self._holding(kept) as kept, self._holding(dropped) as dropped:
             earlier = set(self.host_copies)
             try:
-                self._move_to_host(kept)
+                self._move_to_host(kept, meanwhile)
                 # Last, because nothing brings these contents back.
                 for segment in dropped:
                     self._put_to_sleep(segment)
@@ -144,9 +146,11 @@ class SegmentMover:
                     existing.append(segment)
             yield existing
 
-    def _move_to_host(self, segments: Sequence[Segment]) -> None:
+    def _move_to_host(
+        self, segments: Sequence[Segment], meanwhile: Callable[[], None]
+    ) -> None:
         progress = _Progress(sum(segment.size for segment in segments))
-        under_way: deque[tuple[list[tuple[Segment, HostPiece]], Mark]] = deque()
+        under_way: list[tuple[list[tuple[Segment, HostPiece]], Mark]] = []
         pieces: list[HostPiece] = []
         with self.store.reserve(segment.size for segment in segments) as memory:
             try:
@@ -159,11 +163,14 @@ class SegmentMover:
                             segment.device, piece.address, segment.address, segment.size
                         )
                         filled.append((segment, piece))
+                        progress.add(segment.size)
                     under_way.append((filled, self._copies.mark()))
-                    if len(under_way) == BATCHES_IN_FLIGHT:
-                        self._finish_batch(*under_way.popleft(), progress)
-                while under_way:
-                    self._finish_batch(*under_way.popleft(), progress)
+                meanwhile()
+                for filled, mark in under_way:
+                    self._copies.wait(mark)
+                    for segment, piece in filled:
+                        self.host_copies[key_of(segment)] = piece
+                        self._put_to_sleep(segment)
             except BaseException:
                 self._copies.abandon()
                 noted = set(map(id, self.host_copies.values()))
@@ -171,18 +178,6 @@ class SegmentMover:
                     if id(piece) not in noted:
                         self.store.give(piece)
                 raise
-
-    def _finish_batch(
-        self,
-        filled: list[tuple[Segment, HostPiece]],
-        mark: Mark,
-        progress: "_Progress",
-    ) -> None:
-        self._copies.wait(mark)
-        for segment, piece in filled:
-            self.host_copies[key_of(segment)] = piece
-            self._put_to_sleep(segment)
-            progress.add(segment.size)
 
     def _put_to_sleep(self, segment: Segment) -> None:
         self._unmap(segment)
@@ -261,7 +256,7 @@ class _Progress:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PROGRESS_SECONDS
             logger.info(
-                "Falling asleep: %.1f of %.1f GB are on the host.",
+                "Falling asleep: %.1f of %.1f GB are on their way to the host.",
                 self._done / 1e9,
                 self._total / 1e9,
             )
