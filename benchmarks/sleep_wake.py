@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast sleep and wake are, and whether many cycles leave anything behind.
 
-    python benchmarks/sleep_wake.py --fork DIR --stock DIR [--sizes 1,4,20] [--json FILE]
+    python benchmarks/sleep_wake.py --fork DIR --stock DIR [--sizes 1,4] [--json FILE]
     python benchmarks/sleep_wake.py --cycles 1000 [--simulated] [--json FILE]
 
-The first form needs a GPU. DIR is a folder that holds a ``vllm`` package: this fork's, and
-the released one's. For each size (GiB) and build, a new process times the allocator's
-calls: the first cycle, the median of five later ones, and pinned copies of as many bytes.
-"fork, prepared" made its host memory before the first sleep. Each line of the output is a
-measurement as JSON, in seconds and GB/s.
+The first form needs a GPU. DIR is a folder that holds a ``vllm`` package: this fork's,
+and the released one's. For each size (GiB) and build, a new process times the
+allocator's calls: the first cycle, the median of five later ones, and pinned copies of
+as many bytes. "fork, prepared" made its host memory before the first sleep. Each line
+of the output is a measurement as JSON, in seconds and GB/s.
 
 The second form runs cycles of the installed vllm on random contents, with memory
-overwritten whenever it is mapped, and compares every byte. With --simulated it does so on
-a simulated card.
+overwritten whenever it is mapped, and compares every byte. With --simulated it does so
+on a simulated card.
 """
 
 import argparse
@@ -80,6 +80,7 @@ def checksum(tensors: Sequence[Any]) -> list[int]:
 def measure(name: str, gib: float) -> dict[str, Any]:
     """Time one build, the vllm that this process imports."""
     import torch
+
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.get_instance()
@@ -184,6 +185,7 @@ def slope(values: Sequence[float]) -> float:
 def cycle_many(cycles: int) -> dict[str, Any]:
     """Cycles over tags and levels, every byte compared."""
     import torch
+
     from vllm.device_allocator import cumem
 
     allocator = cumem.CuMemAllocator.get_instance()
@@ -197,7 +199,11 @@ def cycle_many(cycles: int) -> dict[str, Any]:
         cumem.libcudart.cudaMemset(address, POISON, size)
 
     cumem.create_and_map = map_poisoned
-    pools = {"weights": (1, 5000, MIB, 11 * MIB), "runtime": (70_000,), "kv_cache": (9,)}
+    pools = {
+        "weights": (1, 5000, MIB, 11 * MIB),
+        "runtime": (70_000,),
+        "kv_cache": (9,),
+    }
     tensors, expected = {}, {}
     for tag, sizes in pools.items():
         with allocator.use_memory_pool(tag):

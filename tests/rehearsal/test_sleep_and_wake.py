@@ -66,6 +66,11 @@ def sleep():
 def wake():
     allocator.wake_up()
 
+def forget():
+    "What was made by the first sleep and is used by later ones."
+    allocator._mover.store.release_free()
+    allocator._mover._copies._streams.clear()
+
 def new_calls(work):
     before = card.report()["calls"]
     work()
@@ -92,7 +97,7 @@ def check(step, name, nth, work, ready):
         raised = True
     card.clear_faults()
     where = f"{step}: {name} {nth}"
-    if card.faults_fired() == fired:
+    if card.faults_fired() == fired and name not in either:
         problems.append(f"{where}: did not fire")
     if raised is (name in harmless) and name not in either:
         problems.append(f"{where}: raised {raised}")
@@ -112,7 +117,7 @@ def check(step, name, nth, work, ready):
 
 tried = 0
 for step, calls, work, ready in [
-    ("first sleep", first, sleep, allocator._mover.store.release_free),
+    ("first sleep", first, sleep, forget),
     ("sleep", later, sleep, lambda: None),
     ("wake", woken, wake, sleep),
 ]:
@@ -129,7 +134,7 @@ answer(problems=problems, tried=tried, misuse=card.misuse(),
 def test_fault_at_every_driver_call(fronts):
     result = run(FAULTS, memory="2GiB")
     assert result.status == 0, result.stderr[-4000:]
-    assert result.answer["problems"] == []
+    assert not result.answer["problems"], "\n".join(result.answer["problems"])
     assert result.answer["misuse"] == 0
     assert result.answer["tried"] > 60
     # The calls that the faults were put at are those that matter.

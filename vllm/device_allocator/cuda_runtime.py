@@ -24,8 +24,8 @@ _SIGNATURES: dict[str, list[Any]] = {
 _PORTABLE = 1
 _BLOCKING_WITHOUT_TIMING = 3
 _DIRECTION_FROM_ADDRESSES = 4
-# Ordered with the legacy stream, unlike the streams that PyTorch makes: a memset on that
-# stream just before a copy comes first.
+# Ordered with the legacy stream, unlike the streams that PyTorch makes: a memset on
+# that stream just before a copy comes first.
 _ORDERED_STREAM = 0
 
 
@@ -82,7 +82,9 @@ class CudaRuntime:
     def record(self, stream: int) -> int:
         """A new event that is done when the stream's work so far is."""
         event = c_void_p()
-        self._call("EventCreateWithFlags", ctypes.byref(event), _BLOCKING_WITHOUT_TIMING)
+        self._call(
+            "EventCreateWithFlags", ctypes.byref(event), _BLOCKING_WITHOUT_TIMING
+        )
         assert event.value is not None
         try:
             self._call("EventRecord", event, stream)

@@ -65,9 +65,7 @@ def make_mover(table: SegmentTable) -> SegmentMover:
         copies = BlockingCopies(lambda *copy: libcudart.cudaMemcpy(*copy))
     else:
         copies = StreamCopies(runtime)
-    return SegmentMover(
-        table, store, copies, map_segment, unmap_segment, clear_segment
-    )
+    return SegmentMover(table, store, copies, map_segment, unmap_segment, clear_segment)
 
 
 def map_segment(segment: Segment) -> None:
@@ -99,7 +97,9 @@ def shortage(segments: Iterable[Segment]) -> str:
     by_tag: Counter[str] = Counter()
     for segment in segments:
         by_tag[segment.tag] += segment.size if segment.asleep else 0
-    needed = ", ".join(f"{size / GIB:.2f} GiB for {tag}" for tag, size in by_tag.items())
+    needed = ", ".join(
+        f"{size / GIB:.2f} GiB for {tag}" for tag, size in by_tag.items()
+    )
     text = f"The wake needs {needed}"
     if torch.cuda.is_initialized():
         free = free_bytes()
@@ -261,8 +261,8 @@ class CuMemAllocator:
         seconds = time.perf_counter() - start
         on_host = total_size(kept)
         logger.info(
-            "Sleep freed %.2f GiB of device memory in %.2f s: %.2f GiB kept on the host "
-            "(%.1f GB/s), %.2f GiB discarded.",
+            "Sleep freed %.2f GiB of device memory in %.2f s: %.2f GiB kept on the "
+            "host (%.1f GB/s), %.2f GiB discarded.",
             (on_host + total_size(dropped)) / GIB,
             seconds,
             on_host / GIB,
@@ -285,8 +285,8 @@ class CuMemAllocator:
             tags: the tags to select.
 
         Raises:
-            RuntimeError: the driver refused. Every segment is mapped again, and the call
-                can be repeated.
+            RuntimeError: the driver refused. Every segment is mapped again, and the
+                call can be repeated.
         """
         chosen_tags = _tags(tags)
         self._generations.drain()
@@ -355,8 +355,9 @@ class CuMemAllocator:
         if "weights" in lost and not self._reminded:
             self._reminded = True
             logger.warning(
-                "The weights were put to sleep without their contents (level 2) and are "
-                "undefined now. Load them before generating, such as by reload_weights."
+                "The weights were put to sleep without their contents (level 2) and "
+                "are undefined now. Load them before generating, such as by "
+                "reload_weights."
             )
         seconds = time.perf_counter() - start
         logger.info(
@@ -374,7 +375,9 @@ class CuMemAllocator:
         It takes a good part of the time of a sleep, which is why it is done beside
         copies, and for a wake only when memory is short.
         """
-        before = torch.accelerator.memory_allocated() if torch.cuda.is_initialized() else 0
+        before = (
+            torch.accelerator.memory_allocated() if torch.cuda.is_initialized() else 0
+        )
         gc.collect()
         if before and torch.accelerator.memory_allocated() < before:
             self._generations.drain()
@@ -382,13 +385,15 @@ class CuMemAllocator:
     def prepare_sleep(self, tags: tuple[str, ...] = ("weights",)) -> None:
         """Make the host memory for the first sleep in the background.
 
-        Does nothing unless VLLM_CUMEM_HOST_MEMORY is "prepare". Call it once the segments
-        are those that will sleep, such as after a load.
+        Does nothing unless VLLM_CUMEM_HOST_MEMORY is "prepare". Call it once the
+        segments are those that will sleep, such as after a load.
 
         Args:
             tags: whose contents the sleep is going to keep.
         """
-        segments = [segment for segment in self._table.segments() if segment.tag in tags]
+        segments = [
+            segment for segment in self._table.segments() if segment.tag in tags
+        ]
         self._mover.store.prepare(segment.size for segment in segments)
 
     @property
@@ -406,8 +411,8 @@ class CuMemAllocator:
         mapped = self.mapped_bytes
         logger.info(
             "Still on the device: %.2f GiB of sleep mode's segments, %.2f GiB of "
-            "PyTorch's other memory, %.2f GiB of contexts, libraries, communicators and "
-            "other processes.",
+            "PyTorch's other memory, %.2f GiB of contexts, libraries, communicators "
+            "and other processes.",
             mapped / GIB,
             others / GIB,
             (total - free - mapped - others) / GIB,

@@ -100,8 +100,8 @@ def map_piece(size: int) -> HostPiece:
 class Reservation:
     """The memory for one sleep; `take` each piece once.
 
-    Pieces of earlier cycles are there already. The others are being touched, in the order
-    of the sizes.
+    Pieces of earlier cycles are there already. The others are being touched, in the
+    order of the sizes.
     """
 
     def __init__(self, store: "HostStore", sizes: list[int], max_threads: int) -> None:
@@ -194,8 +194,8 @@ class HostStore:
     ) -> Iterator[Reservation]:
         """The memory for a sleep, in the order in which it will be taken.
 
-        Kept memory that does not fit goes back to the system first, if more is needed, so
-        the process never holds more than one sleep's worth.
+        Kept memory that does not fit goes back to the system first, if more is needed,
+        so the process never holds more than one sleep's worth.
 
         Raises:
             RuntimeError: the system has no memory; nothing has changed then.
@@ -301,7 +301,9 @@ class HostStore:
         rooms = []
         available = available_bytes()
         if available is not None:
-            rooms.append((max(0, available - SPARE_BYTES), "the host is short of memory"))
+            rooms.append(
+                (max(0, available - SPARE_BYTES), "the host is short of memory")
+            )
         if self._budget is not None:
             left = max(0, self._budget - self.registered_bytes)
             rooms.append((left, f"the budget is {self._budget} bytes"))

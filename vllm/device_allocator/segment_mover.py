@@ -34,7 +34,7 @@ def key_of(segment: Segment) -> Key:
 
 
 def batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Runs of segments of `BATCH_BYTES` each, the last one smaller, larger ones alone."""
+    """Runs of segments of at least `BATCH_BYTES` each, but for the last one."""
     batch: list[Segment] = []
     size = 0
     for segment in segments:
@@ -213,7 +213,9 @@ class SegmentMover:
         self, segments: Sequence[Segment], mapped: list[Segment]
     ) -> None:
         # Those with contents first: the others are mapped while these are copied.
-        for segment in sorted(segments, key=lambda s: key_of(s) not in self.host_copies):
+        for segment in sorted(
+            segments, key=lambda s: key_of(s) not in self.host_copies
+        ):
             if segment.asleep:
                 try:
                     self._map(segment)
