@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo   from a bare machine: build the fork's wheel, install it, show its patches
+# make demo   from a bare machine: build the fork's wheel, install it, show its patches, and
+#             rehearse a load on a 16 GB card: stock, fork, and without sleep mode
 # make test   lint and all tests, against the installed fork
 # make wheel  only the wheel, in dist/
 # make lint   ruff and mypy, on our files and on what the graft changes
@@ -24,6 +25,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools.series installed
+	mkdir -p build
+	$(BIN)/python -m tools.rehearsal nemotron-3-nano-30b-nvfp4 --card rtx-5070-ti \
+		--tensor-parallel-size 2 --compare stock,fork,no-sleep --plot build/rehearsal.png
 
 test: lint $(INSTALLED)
 	$(BIN)/python -m pytest tests

@@ -256,7 +256,7 @@ class Worker:
             # One thread: parallel copies of a few MiB vary tenfold on a busy machine.
             torch.set_num_threads(1)
         if not flashinfer_interleave:
-            self.cases.use_stand_ins(always=True)
+            self.cases.use_stand_ins()
 
     def inputs(self, case):
         inputs = self.cases.Inputs(case, self.device)

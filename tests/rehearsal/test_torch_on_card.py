@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real PyTorch on the simulated card."""
 
-import pytest
-
 
 def test_the_card_is_the_one_asked_for(run_torch):
     result = run_torch(
@@ -18,8 +16,6 @@ def test_the_card_is_the_one_asked_for(run_torch):
                uuid=pynvml.nvmlDeviceGetUUID(handle)[4:] == str(p.uuid))
         """,
         memory="15.5GiB",
-        capability="12.0",
-        cards=2,
     ).check()
     memory = int(15.5 * 2**30)
     assert result.answer == {
@@ -70,15 +66,13 @@ def test_data_moves_and_kernels_do_nothing(run_torch):
         pinned = torch.empty_like(data, pin_memory=True)
         pinned.copy_(there, non_blocking=True)
         torch.cuda.synchronize()
-        zeros = torch.zeros(4, device="cuda")
         answer(same=bool((back == data).all() and (pinned == data).all()),
                pinned=pinned.is_pinned(),
-               kernel=bool((there + 1).cpu().equal(data + 1)), zeros=zeros.tolist())
+               kernel=bool((there + 1).cpu().equal(data + 1)))
     """).check()
     assert result.answer["same"]
     assert result.answer["pinned"]
     assert not result.answer["kernel"]
-    assert result.answer["zeros"] == [0, 0, 0, 0]
 
 
 def test_capture_forbids_what_the_driver_forbids(run_torch):
@@ -195,16 +189,13 @@ with open(os.environ["REHEARSAL_TEST_ANSWER"], "w") as file:
     assert result.answer == {"before": 400 << 20, "after": 470 << 20}
 
 
-@pytest.mark.parametrize("package", ["vllm", "torch"])
-def test_every_loaded_cuda_library_is_a_front(run_torch, package, fronts):
+def test_every_loaded_cuda_library_is_a_front(run_torch, fronts):
     """Whoever asks, by RPATH, by full path, or under a mangled name."""
-    result = run_torch(f"""
-        import {package}
-        if "{package}" == "vllm":
-            import torchvision, vllm._C_stable_libtorch
+    result = run_torch("""
+        import torchvision, vllm._C_stable_libtorch
         torch.empty(1, device="cuda")
         with open("/proc/self/maps") as maps:
-            paths = {{line.split()[-1] for line in maps if ".so" in line}}
+            paths = {line.split()[-1] for line in maps if ".so" in line}
         names = ("libcuda", "libcudart", "libcublas", "libnccl", "libnvidia-ml")
         answer(paths=sorted(p for p in paths if p.rsplit("/")[-1].startswith(names)))
     """).check()

@@ -133,6 +133,7 @@ class Rehearsal:
         executor = self._executor_class()(config)
         self.outcome.after_load = card.used()
         self.outcome.peak = card.peak()
+        self._read_trace()
         self.phases.enter(AFTER)
         if self.job.kv_cache:
             self._profile(executor)
@@ -172,8 +173,9 @@ class Rehearsal:
             self.outcome.kv_cache_note = f"{type(error).__name__}: {error}"
 
     def _read_trace(self) -> None:
+        # Once: after a load that passed, a profile run goes on allocating.
         job, out = self.job, self.outcome
-        if not job.trace or out.base is None:
+        if not job.trace or out.base is None or out.mapped is not None:
             return
         import torch
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-START = "start"
+START = "outside the loader"
 CREATE = "create the model"
 LOAD = "load weights"
 CONVERT = "convert"

@@ -510,19 +510,13 @@ def describe_layer(layer: torch.nn.Module) -> dict[str, Any]:
     return {"config": config, "parameters": state}
 
 
-def use_stand_ins(always: bool = False) -> None:
-    """Stand in for what released conversions need a GPU, or a compiler, for.
-
-    Without `always`, only on a machine without a GPU.
-    """
-    gpu = torch.cuda.is_available()
-    if gpu and not always:
-        return
+def use_stand_ins() -> None:
+    """Stand in for what released conversions need a GPU, or a compiler, for."""
     import flashinfer
     import flashinfer.quantization.fp4_quantization as fp4_quantization
 
-    if not gpu:
-        torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    # A no-op for tensors on the GPU.
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     fp4_quantization.block_scale_interleave = interleave_scales
     flashinfer.nvfp4_block_scale_interleave = interleave_scales
 

@@ -11,6 +11,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import torch
+
 from tests.kernels.moe.conversion_cases import Case, convert
 
 VERSION = "0.33.0"
@@ -18,17 +20,23 @@ SERVER = Path(__file__).with_name("conversion_cases.py")
 
 
 def unpacked_release() -> Path:
-    """The released wheel's Python files, unpacked once beside the wheel."""
+    """The released wheel, unpacked once beside it: where vllm finds a GPU, which makes
+    it import its compiled modules, the whole wheel, else its Python files."""
     from tools.series import fetch
 
     wheel = fetch.wheel(VERSION)
-    folder = wheel.parent / f"vllm-{VERSION}-python"
+    whole = torch.cuda.is_available()
+    folder = wheel.parent / f"vllm-{VERSION}-{'whole' if whole else 'python'}"
     if not folder.is_dir():
         with (
             tempfile.TemporaryDirectory(dir=wheel.parent) as scratch,
             zipfile.ZipFile(wheel) as archive,
         ):
-            names = [n for n in archive.namelist() if n.endswith((".py", "METADATA"))]
+            names = [
+                name
+                for name in archive.namelist()
+                if whole or name.endswith((".py", "METADATA"))
+            ]
             archive.extractall(Path(scratch) / "release", names)
             (Path(scratch) / "release").rename(folder)
     return folder

@@ -75,14 +75,17 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block,
   return cudaSuccess;
 }
 
-EXPORT void** __cudaRegisterFatBinary(void*) {
-  return static_cast<void**>(opaque_object());
+EXPORT void** __cudaRegisterFatBinary(void* wrapper) {
+  return register_module(wrapper);
 }
 EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}
 EXPORT char __cudaInitModule(void**) { return 1; }
-EXPORT void __cudaRegisterFunction(void**, const char*, char*, const char*, int,
-                                   void*, void*, dim3*, dim3*, int*) {}
+EXPORT void __cudaRegisterFunction(void** module, const char* symbol, char*,
+                                   const char*, int, void*, void*, dim3*, dim3*,
+                                   int*) {
+  register_function(module, symbol);
+}
 EXPORT void __cudaRegisterVar(void**, char* symbol, char*, const char*, int,
                               size_t size, int, int) {
   register_variable(symbol, size);
@@ -137,14 +140,13 @@ EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream,
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes,
-                                         const void*) {
+                                         const void* function) {
   RUNTIME_CALL("cudaFuncGetAttributes");
   std::memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock =
       kernel_attribute(CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
   attributes->numRegs = kernel_attribute(CU_FUNC_ATTRIBUTE_NUM_REGS);
-  attributes->binaryVersion = attributes->ptxVersion =
-      kernel_attribute(CU_FUNC_ATTRIBUTE_BINARY_VERSION);
+  attributes->binaryVersion = attributes->ptxVersion = code_version(function);
   attributes->maxDynamicSharedSizeBytes = device_attribute(
       CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, current_device());
   return cudaSuccess;

@@ -120,6 +120,6 @@ def swizzle_scales(scales: torch.Tensor, num_warps: int) -> torch.Tensor:
     """
     layout = scale_layout(scales.shape[1], scales.shape[2], num_warps)
     # Scales are a seventeenth of a layer, of which scratch may take 2 %.
-    (result,) = convert_((scales, layout), budget=scales.numel() * 17 // 50)
+    (result,) = convert_((scales, layout), budget=scales.numel() * 17 // 64)
     experts, rows, groups = result.shape
     return result.view(experts, rows // 32, 32 * groups).mT

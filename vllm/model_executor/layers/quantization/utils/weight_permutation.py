@@ -284,7 +284,8 @@ def convert_(
     if budget is None:
         total = sum(w.numel() * w.element_size() for w, _ in steps)
         experts = max((w.shape[0] for w, _ in steps), default=1)
-        budget = max(total // max(experts, 1), total // 50)
+        # Some room is left for index tables and the allocator's rounding.
+        budget = max(total // max(experts, 1) * 3 // 4, total // 64)
     jobs, results = [], []
     for weight, conversion in steps:
         source = expert_bytes(weight)
