@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of docs/measurements.md from the rows in benchmarks/results.
+"""Write the tables of the documents from the rows in benchmarks/results.
 
 python benchmarks/tables.py
 """
@@ -55,21 +55,22 @@ def whole_card() -> str:
     head = ("model", "mode", "load peak", "after load", "KV cache", "digest", "cycles")
     rows = []
     for row in read("engine.jsonl"):
-        if row["load_only"]:
+        if row["card"]:
             continue
-        cycles = row.get("cycles") if row["sleep"] else None
+        cycles = row.get("cycles") if row["sleep"] and not row["load_only"] else None
         same = "-"
         if cycles:
             kept = sum(cycle["same_digest"] for cycle in cycles)
             same = f"{kept} of {len(cycles)} equal"
-        figures = (row["load_peak"], row["after_load"], row["kv_cache"])
-        rows.append((model(row), row["mode"], *figures, row["digest"], same))
-    return table(head, rows)
+        mode = row["mode"] + (" *" if row.get("patches") else "")
+        figures = (row["load_peak"], row["after_load"], row.get("kv_cache", "-"))
+        rows.append((model(row), mode, *figures, row.get("digest", "-"), same))
+    return table(head, sorted(rows, key=lambda row: row[0]))
 
 
 def small_cards() -> str:
     """The smallest card without sleep mode, and what loads 0.1 GiB above it."""
-    rows = [row for row in read("engine.jsonl") if row["load_only"]]
+    rows = [row for row in read("engine.jsonl") if row["card"]]
     without = [row for row in rows if not row["sleep"]]
     lines = []
     for name in dict.fromkeys(map(model, rows)):
@@ -83,20 +84,50 @@ def small_cards() -> str:
     return table(("model", "mode", "card", "result"), lines)
 
 
-TABLES = {
-    "load_peak": load_peak,
-    "whole_card": whole_card,
-    "small_cards": small_cards,
+def conversions() -> str:
+    head = (
+        "conversion",
+        "MiB",
+        "live",
+        "release",
+        "ms",
+        "release",
+        "copies",
+        "release",
+    )
+    return table(
+        head,
+        (
+            (
+                row["format"],
+                row["layer_mib"],
+                row["live"],
+                row["stock_live"],
+                row["ms"],
+                row["stock_ms"],
+                row["copy_ratio"],
+                row["stock_copy_ratio"],
+            )
+            for row in read("conversions.jsonl")
+        ),
+    )
+
+
+PAGES = {
+    "measurements.md": (load_peak, whole_card, small_cards),
+    "conversions.md": (conversions,),
 }
+DOCS = RESULTS.parents[1] / "docs"
 
 
-def fill(text: str) -> str:
-    """Put each table below its mark, in place of what stands there."""
-    for name, make in TABLES.items():
-        mark = f"<!-- {name} -->\n"
+def fill(page: str) -> str:
+    """The page with each of its tables below its mark, in place of what stood there."""
+    text = (DOCS / page).read_text()
+    for make in PAGES[page]:
+        mark = f"<!-- {make.__name__} -->\n"
         before, found, after = text.partition(mark)
         if not found:
-            raise SystemExit(f"there is no mark {mark.strip()}")
+            raise SystemExit(f"{page} has no mark {mark.strip()}")
         rest = after.lstrip("\n").split("\n")
         while rest and rest[0].startswith("|"):
             rest.pop(0)
@@ -105,9 +136,8 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    page = RESULTS.parents[1] / "docs" / "measurements.md"
-    page.write_text(fill(page.read_text()))
-    print(*(make() for make in TABLES.values()), sep="\n\n")
+    for page in PAGES:
+        (DOCS / page).write_text(fill(page))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,17 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
-def test_tables_come_from_the_committed_rows():
-    from tables import fill
+@pytest.mark.parametrize("page", ["measurements.md", "conversions.md"])
+def test_tables_come_from_the_committed_rows(page):
+    from tables import DOCS, fill
 
-    page = (ROOT / "docs" / "measurements.md").read_text()
-    assert fill(page) == page
+    assert fill(page) == (DOCS / page).read_text()
 
 
 def test_every_row_says_how_it_was_measured():
