@@ -200,7 +200,7 @@ def cycle_many(cycles: int) -> dict[str, Any]:
 
     cumem.create_and_map = map_poisoned
     pools = {
-        "weights": (1, 5000, MIB, 11 * MIB),
+        "weights": (1, 5000, MIB, MIB, MIB),
         "runtime": (70_000,),
         "kv_cache": (9,),
     }

@@ -3,8 +3,7 @@
 
 import gc
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
@@ -28,10 +27,15 @@ from vllm.device_allocator.segment_table import (
     SegmentTable,
     make_segment_table,
 )
+from vllm.device_allocator.sleep_report import (
+    GIB,
+    missing_bytes,
+    residual,
+    shortage,
+    total_size,
+)
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import PIN_MEMORY
-
-GIB = 1 << 30
 
 SPLIT_LIMIT_MB = 20
 """The least that PyTorch accepts."""
@@ -81,31 +85,6 @@ def clear_segment(segment: Segment) -> None:
     if current_platform.is_rocm():
         libcudart.cudaMemset(segment.address, 0, segment.size)
         torch.accelerator.synchronize()
-
-
-def total_size(segments: Iterable[Segment]) -> int:
-    return sum(segment.size for segment in segments)
-
-
-def free_bytes() -> int:
-    """Free memory of the current device."""
-    return torch.accelerator.get_memory_info()[0]
-
-
-def shortage(segments: Iterable[Segment]) -> str:
-    """What a wake of the segments needs, by tag, and what the device has."""
-    by_tag: Counter[str] = Counter()
-    for segment in segments:
-        by_tag[segment.tag] += segment.size if segment.asleep else 0
-    needed = ", ".join(
-        f"{size / GIB:.2f} GiB for {tag}" for tag, size in by_tag.items()
-    )
-    text = f"The wake needs {needed}"
-    if torch.cuda.is_initialized():
-        free = free_bytes()
-        missing = max(0, by_tag.total() - free)
-        text += f"; {free / GIB:.2f} GiB are free, {missing / GIB:.2f} GiB are missing"
-    return f"{text}. Everything is asleep as before: free memory and repeat the call."
 
 
 class CuMemAllocator:
@@ -276,7 +255,7 @@ class CuMemAllocator:
             )
         # The sleep itself has succeeded.
         with suppress(RuntimeError):
-            self._report_residual()
+            logger.info("Still on the device: %s.", residual(self._table.segments()))
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
         """Free the device memory of segments with the tags; their contents are lost.
@@ -340,8 +319,7 @@ class CuMemAllocator:
                 woken.append(segment)
                 if has_copy:
                     restored.append(segment)
-        wanted = total_size(s for s in woken if s.asleep)
-        if torch.cuda.is_initialized() and wanted > free_bytes():
+        if missing_bytes(woken):
             self._collect_garbage()
         try:
             self._mover.resume(woken)
@@ -400,23 +378,6 @@ class CuMemAllocator:
     def mapped_bytes(self) -> int:
         """Bytes of device memory behind the segments that are awake."""
         return total_size(s for s in self._table.segments() if not s.asleep)
-
-    def _report_residual(self) -> None:
-        """Log what the sleeping process leaves on the device, by kind."""
-        if not torch.cuda.is_initialized():
-            return
-        free, total = torch.accelerator.get_memory_info()
-        # PyTorch counts the segments that are asleep as well.
-        others = torch.accelerator.memory_reserved() - self.get_current_usage()
-        mapped = self.mapped_bytes
-        logger.info(
-            "Still on the device: %.2f GiB of sleep mode's segments, %.2f GiB of "
-            "PyTorch's other memory, %.2f GiB of contexts, libraries, communicators "
-            "and other processes.",
-            mapped / GIB,
-            others / GIB,
-            (total - free - mapped - others) / GIB,
-        )
 
     def _report_errors(self) -> None:
         for error in self._table.take_errors():
