@@ -3,6 +3,7 @@
 
 import ctypes
 import itertools
+from collections.abc import Callable
 
 from vllm.device_allocator.segment_table import Segment
 
@@ -18,7 +19,8 @@ class FakeExtension:
         self.held: list[int] = []
         self.errors: list[str] = []
         self.capacity = 1 << 60
-        self.copies_left = 1 << 60
+        self.calls: list[str] = []
+        self.faults: dict[int, str] = {}
         self._serials = itertools.count(1)
         self._scope = ("default", 0)
 
@@ -37,6 +39,23 @@ class FakeExtension:
 
     def mapped(self) -> int:
         return sum(len(memory) for memory in self.memory.values())
+
+    def fail(self, nth: int, how: str = "before") -> None:
+        """Let the nth call from now that maps, unmaps or copies fail.
+
+        Args:
+            how: "before" it did anything, or "after", as when memory was unmapped but
+                could not be released.
+        """
+        self.faults[len(self.calls) + nth] = how
+
+    def _call(self, name: str, work: Callable[[], None]) -> None:
+        self.calls.append(name)
+        fault = self.faults.pop(len(self.calls), None)
+        if fault != "before":
+            work()
+        if fault is not None:
+            raise RuntimeError(f"{name} failed")
 
     # The table.
 
@@ -73,6 +92,9 @@ class FakeExtension:
         assert self.rows[address].asleep
         if self.mapped() + size > self.capacity:
             raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+        self._call("create_and_map", lambda: self._map(address, size))
+
+    def _map(self, address: int, size: int) -> None:
         self.memory[address] = bytearray(b"\xa5" * size)
         self.rows[address] = self.rows[address]._replace(asleep=False)
 
@@ -80,14 +102,17 @@ class FakeExtension:
         _, _, address, _ = allocation
         assert address in self.held
         assert not self.rows[address].asleep
+        self._call("unmap_and_release", lambda: self._unmap(address))
+
+    def _unmap(self, address: int) -> None:
         del self.memory[address]
         self.rows[address] = self.rows[address]._replace(asleep=True)
 
     def cudaMemcpy(self, target: int, source: int, size: int) -> None:
-        if not self.copies_left:
-            raise RuntimeError("cudaMemcpy failed")
-        self.copies_left -= 1
-        if source in self.memory:
-            ctypes.memmove(target, bytes(self.memory[source]), size)
-        else:
-            self.memory[target][:] = ctypes.string_at(source, size)
+        def copy() -> None:
+            if source in self.memory:
+                ctypes.memmove(target, bytes(self.memory[source]), size)
+            else:
+                self.memory[target][:] = ctypes.string_at(source, size)
+
+        self._call("cudaMemcpy", copy)

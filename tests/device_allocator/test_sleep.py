@@ -3,10 +3,12 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.device_allocator.fake_extension import FakeExtension
 from vllm.device_allocator import cumem
 from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.device_allocator.segment_table import Segment
 
 CONTENT = {
     0x1000: ("weights", b"first weights"),
@@ -22,7 +24,8 @@ def extension(monkeypatch):
     monkeypatch.setattr(cumem, "create_and_map", fake.create_and_map)
     monkeypatch.setattr(cumem, "unmap_and_release", fake.unmap_and_release)
     monkeypatch.setattr(cumem, "libcudart", fake)
-    monkeypatch.setattr(cumem, "PIN_MEMORY", False)
+    monkeypatch.setattr(cumem, "cumem_available", False)
+    monkeypatch.setattr(cumem, "gc", SimpleNamespace(collect=lambda: None))
     for address, (tag, content) in CONTENT.items():
         fake.allocate(address, tag, content)
     return fake
@@ -75,7 +78,7 @@ def test_kept_tags_come_back_and_others_are_lost(allocator, extension):
         assert contents(extension) == awake("weights", "runtime") | {
             0x2000: LOST * len(CONTENT[0x2000][1])
         }
-        assert not allocator._host_copies
+        assert not allocator._mover.host_copies
     assert not extension.held
 
 
@@ -100,40 +103,34 @@ def test_pending_frees_are_drained_before_anything_is_copied(
     assert 0x3000 not in extension.memory
 
 
-def test_wake_that_lacks_memory_can_be_repeated(allocator, extension):
+def test_wake_that_lacks_memory_names_the_tags_and_can_be_repeated(
+    allocator, extension
+):
     allocator.sleep(offload_tags=("weights", "runtime"))
     extension.capacity = 15
-    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
-        allocator.wake_up(tags=["weights"])
-    assert contents(extension) == {0x1000: b"first weights"}
+    with pytest.raises(RuntimeError) as raised:
+        allocator.wake_up()
+    assert contents(extension) == {}
+    for text in (
+        "OUT_OF_MEMORY, for the tag weights",
+        "0.00 GiB for kv_cache",
+        "repeat the call",
+    ):
+        assert text in str(raised.value)
     extension.capacity = 1 << 60
     allocator.wake_up()
     assert awake("weights", "runtime").items() <= contents(extension).items()
 
 
-@pytest.mark.parametrize("copies", [0, 1, 2])
-def test_failed_copy_puts_its_segment_back_to_sleep(allocator, extension, copies):
-    """A mapped segment without its contents must not pass for a woken one."""
-    allocator.sleep(offload_tags=("weights", "runtime"))
-    extension.copies_left = copies
-    with pytest.raises(RuntimeError, match="cudaMemcpy"):
-        allocator.wake_up(tags=["weights"])
-    assert len(extension.memory) == copies
-    extension.copies_left = 1 << 60
-    allocator.wake_up(tags=["weights"])
-    assert contents(extension) == awake("weights", "runtime")
-
-
-def test_failed_sleep_can_be_repeated(allocator, extension):
-    extension.copies_left = 1
-    with pytest.raises(RuntimeError, match="cudaMemcpy"):
-        allocator.sleep(offload_tags=("weights", "runtime"))
-    extension.copies_left = 1 << 60
-    allocator.sleep(offload_tags=("weights", "runtime"))
-    assert contents(extension) == {}
-    allocator.wake_up(tags=["weights"])
-    assert contents(extension) == awake("weights", "runtime")
-    assert not extension.held
+def test_shortage_counts_by_tag_what_is_asleep(allocator, extension):
+    gib = 1 << 30
+    asleep = [
+        Segment(0, size * gib, size, 1, tag, True, size, 0)
+        for size, tag in [(1, "weights"), (2, "weights"), (4, "kv_cache")]
+    ]
+    mapped = asleep[0]._replace(asleep=False)
+    text = cumem.shortage([*asleep, mapped])
+    assert "3.00 GiB for weights, 4.00 GiB for kv_cache" in text
 
 
 def test_segment_freed_while_asleep_takes_its_host_copy_along(allocator, extension):
@@ -141,7 +138,7 @@ def test_segment_freed_while_asleep_takes_its_host_copy_along(allocator, extensi
     extension.free(0x1000)
     allocator.wake_up()
     assert 0x1000 not in extension.memory
-    assert not allocator._host_copies
+    assert not allocator._mover.host_copies
 
 
 def test_reused_address_does_not_get_an_older_copy(allocator, extension):
@@ -178,6 +175,44 @@ def test_first_choice_of_what_to_keep_holds(allocator, extension, logged, again)
         allocator.discard("weights")
     assert any("stay as they were put to sleep" in text for text in logged)
     allocator.wake_up(tags=["weights"])
+    assert awake("weights").items() <= contents(extension).items()
+
+
+def test_lost_weights_are_pointed_out_once(allocator, extension, logged):
+    for _ in range(2):
+        allocator.sleep(offload_tags=("runtime",))
+        allocator.wake_up(tags=["kv_cache"])
+        allocator.wake_up(tags=["weights"])
+    assert sum("undefined now" in text for text in logged) == 1
+
+
+def test_kept_weights_are_no_cause_for_a_warning(allocator, extension, logged):
+    allocator.sleep(offload_tags=("weights",))
+    allocator.wake_up()
+    allocator.wake_up()
+    assert not any("undefined now" in text for text in logged)
+
+
+def test_mapped_bytes_are_those_awake(allocator, extension):
+    assert allocator.mapped_bytes == extension.mapped()
+    allocator.discard("kv_cache")
+    assert allocator.mapped_bytes == extension.mapped()
+    allocator.sleep()
+    assert allocator.mapped_bytes == 0
+
+
+def test_memory_is_reused_by_the_next_sleep(allocator, extension, monkeypatch):
+    """Only registered memory is kept, so lock it in name."""
+    locked = SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None)
+    monkeypatch.setattr(allocator._mover.store, "_runtime", locked)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    addresses = []
+    for _ in range(3):
+        allocator.sleep(offload_tags=("weights",))
+        copies = allocator._mover.host_copies
+        addresses.append(sorted(piece.address for piece in copies.values()))
+        allocator.wake_up()
+    assert addresses[0] == addresses[1] == addresses[2]
     assert awake("weights").items() <= contents(extension).items()
 
 

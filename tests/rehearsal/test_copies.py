@@ -76,6 +76,25 @@ def test_an_empty_card_is_backed_up_for_nothing(run_driver):
     assert result.answer["peak_mib"] < 500
 
 
+def test_an_empty_card_is_backed_up_to_pageable_memory_for_nothing(run_driver):
+    result = run_driver("""
+        start()
+        import mmap, resource
+        size = 2048 * MIB
+        address = output("cuMemAlloc", size)
+        write(address + size - 4, b"tail")
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory[5000] = 7
+        host = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        call("cuMemcpyDtoH", ctypes.c_void_p(host), address, size)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        answer(tail=memory[-4:].decode(), cleared=memory[5000], peak_mib=peak >> 10)
+    """).check()
+    assert result.answer["tail"] == "tail"
+    assert result.answer["cleared"] == 0
+    assert result.answer["peak_mib"] < 500
+
+
 def test_pinned_memory_errors(run_driver):
     result = run_driver("""
         start()

@@ -116,6 +116,9 @@ class Rehearsal:
 
     def _load(self) -> None:
         card.resize(self.job.memory)
+        if self.job.cycles:
+            # Locked memory is touched: it would hold a whole model of zeros.
+            os.environ.setdefault("VLLM_CUMEM_HOST_MEMORY", "pageable")
         config = self._config()
         import torch
 

@@ -2,6 +2,7 @@
 """Sleep mode's allocator on pool generations: what replaces upstream's definitions."""
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -15,23 +16,32 @@ from vllm.device_allocator.alloc_conf import (
     bounded_splits,
     non_expandable_allocations,
 )
-from vllm.device_allocator.extension import extension, libcudart
+from vllm.device_allocator.copy_engine import BlockingCopies, Copies, StreamCopies
+from vllm.device_allocator.cuda_runtime import CudaRuntime, loaded_runtime
+from vllm.device_allocator.extension import cumem_available, extension, libcudart
 from vllm.device_allocator.generations import PoolGenerations, open_generation
+from vllm.device_allocator.host_store import HostStore
 from vllm.device_allocator.load_report import (
     LoadReport,
     TagMemory,
     by_tag,
     last_load_report,
 )
+from vllm.device_allocator.segment_mover import MapError, SegmentMover
 from vllm.device_allocator.segment_table import (
     Segment,
     SegmentTable,
     make_segment_table,
 )
+from vllm.device_allocator.sleep_report import (
+    GIB,
+    missing_bytes,
+    residual,
+    shortage,
+    total_size,
+)
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import PIN_MEMORY
-
-GIB = 1 << 30
 
 SPLIT_LIMIT_MB = 20
 """The least that PyTorch accepts."""
@@ -50,13 +60,47 @@ def _tags(tags: tuple[str, ...] | str | None) -> tuple[str, ...]:
     return (tags,) if isinstance(tags, str) else tuple(tags)
 
 
+def make_mover(table: SegmentTable) -> SegmentMover:
+    """What moves the table's segments, as this platform and the environment want it."""
+    runtime: CudaRuntime | None = None
+    if cumem_available:
+        runtime = loaded_runtime(current_platform.is_rocm())
+    store = HostStore(
+        runtime if PIN_MEMORY else None,
+        envs.VLLM_CUMEM_HOST_MEMORY,
+        envs.VLLM_CUMEM_HOST_BUDGET or None,
+    )
+    copies: Copies
+    if runtime is None or current_platform.is_rocm():
+        copies = BlockingCopies(lambda *copy: libcudart.cudaMemcpy(*copy))
+    else:
+        copies = StreamCopies(runtime)
+    return SegmentMover(table, store, copies, map_segment, unmap_segment, clear_segment)
+
+
+def map_segment(segment: Segment) -> None:
+    create_and_map(segment.allocation)
+
+
+def unmap_segment(segment: Segment) -> None:
+    unmap_and_release(segment.allocation)
+
+
+def clear_segment(segment: Segment) -> None:
+    """Overwrite what amdgpu before 6.14 may leave in the pages that it maps."""
+    if current_platform.is_rocm():
+        libcudart.cudaMemset(segment.address, 0, segment.size)
+        torch.accelerator.synchronize()
+
+
 class CuMemAllocator:
     def __init__(self) -> None:
         assert extension is not None
         self._table: SegmentTable = make_segment_table(extension)
         callbacks: Any = self._table.callbacks
         self.python_malloc_callback, self.python_free_callback = callbacks
-        self._host_copies: dict[tuple[int, int], torch.Tensor] = {}
+        self._mover = make_mover(self._table)
+        self._reminded = False
 
     @cached_property
     def _allocator(self) -> torch.cuda.memory.CUDAPluggableAllocator:
@@ -93,7 +137,10 @@ class CuMemAllocator:
 
     @property
     def pointer_to_data(self) -> dict[int, AllocationData]:
-        """The segments by address, as they are now; changing it changes nothing."""
+        """The segments by address, as they are now; changing it changes nothing.
+
+        A host copy holds the segment's contents until it wakes, and other bytes after.
+        """
         return {
             segment.address: AllocationData(
                 handle=segment.allocation,
@@ -113,7 +160,8 @@ class CuMemAllocator:
         return by_tag(self._table.segments())
 
     def _host_copy(self, segment: Segment) -> torch.Tensor | None:
-        return self._host_copies.get((segment.address, segment.serial))
+        piece = self._mover.host_copy(segment)
+        return None if piece is None else piece.contents
 
     @contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
@@ -178,60 +226,80 @@ class CuMemAllocator:
                 those of all others are lost. The default tag if None.
 
         Raises:
-            RuntimeError: the driver refused; segments not yet asleep are unchanged.
+            RuntimeError: the driver or the host refused. Every segment is mapped again,
+                with what it was to keep, and the call can be repeated.
         """
+        start = time.perf_counter()
         kept_tags = _tags(offload_tags)
         # What PyTorch could give back must not be copied to the host instead.
-        gc.collect()
         self._generations.drain()
-        self._drop_stale_host_copies()
+        self._mover.drop_stale_copies()
 
-        freed = kept = 0
+        kept: list[Segment] = []
+        dropped: list[Segment] = []
         policy_conflict = False
         for segment in self._table.segments():
             keep = segment.tag in kept_tags
+            has_copy = self._mover.host_copy(segment) is not None
             if segment.asleep:
-                policy_conflict |= keep != (self._host_copy(segment) is not None)
-            elif self._suspend(segment, keep=keep):
-                freed += segment.size
-                kept += segment.size if keep else 0
+                policy_conflict |= keep != has_copy
+            elif keep and not has_copy:
+                kept.append(segment)
+            else:
+                dropped.append(segment)
+        self._mover.suspend(kept, dropped, meanwhile=self._collect_garbage)
+        self._mover.drop_stale_copies()
         self._report_errors()
 
+        seconds = time.perf_counter() - start
+        on_host = total_size(kept)
         logger.info(
-            "Sleep freed %.2f GiB of device memory: %.2f GiB kept on the host, "
-            "%.2f GiB discarded.",
-            freed / GIB,
-            kept / GIB,
-            (freed - kept) / GIB,
+            "Sleep freed %.2f GiB of device memory in %.2f s: %.2f GiB kept on the "
+            "host (%.1f GB/s), %.2f GiB discarded.",
+            (on_host + total_size(dropped)) / GIB,
+            seconds,
+            on_host / GIB,
+            on_host / 1e9 / seconds,
+            total_size(dropped) / GIB,
         )
         if policy_conflict:
             logger.warning(
                 "Some segments were already asleep with another choice of what to "
                 "keep; they stay as they were put to sleep."
             )
+        # The sleep itself has succeeded.
+        with suppress(RuntimeError):
+            logger.info("Still on the device: %s.", residual(self._table.segments()))
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
         """Free the device memory of segments with the tags; their contents are lost.
 
         Args:
             tags: the tags to select.
+
+        Raises:
+            RuntimeError: the driver refused. Every segment is mapped again, and the
+                call can be repeated.
         """
         chosen_tags = _tags(tags)
         self._generations.drain()
-        self._drop_stale_host_copies()
+        self._mover.drop_stale_copies()
 
-        discarded = 0
+        dropped: list[Segment] = []
         policy_conflict = False
         for segment in self._table.segments():
             if segment.tag not in chosen_tags:
                 continue
-            if segment.asleep:
-                policy_conflict |= self._host_copy(segment) is not None
-            elif self._suspend(segment, keep=False):
-                discarded += segment.size
+            if self._mover.host_copy(segment) is not None:
+                policy_conflict = True
+            elif not segment.asleep:
+                dropped.append(segment)
+        self._mover.suspend([], dropped)
         self._report_errors()
 
-        logger.info("Discarded %.2f GiB with tags %s.", discarded / GIB, chosen_tags)
+        logger.info(
+            "Discarded %.2f GiB with tags %s.", total_size(dropped) / GIB, chosen_tags
+        )
         if policy_conflict:
             logger.warning(
                 "Some segments to discard were already asleep with their contents on "
@@ -246,75 +314,84 @@ class CuMemAllocator:
                 other tag always does. All of them if None.
 
         Raises:
-            RuntimeError: the device lacks memory. The segments woken so far stay awake,
-                the others asleep with their host copies, and the call can be repeated.
+            RuntimeError: the device lacks memory, or the driver refused. Every segment
+                is asleep as before, and the call can be repeated.
         """
-        gc.collect()
+        start = time.perf_counter()
         self._generations.drain()
-        self._drop_stale_host_copies()
+        self._mover.drop_stale_copies()
+        woken: list[Segment] = []
+        restored: list[Segment] = []
         for segment in self._table.segments():
             deferred = (
                 tags is not None
                 and segment.tag in DEFERRABLE_TAGS
                 and segment.tag not in tags
             )
-            if segment.asleep and not deferred:
-                self._resume(segment)
+            has_copy = self._mover.host_copy(segment) is not None
+            if (segment.asleep or has_copy) and not deferred:
+                woken.append(segment)
+                if has_copy:
+                    restored.append(segment)
+        if missing_bytes(woken):
+            self._collect_garbage()
+        try:
+            self._mover.resume(woken)
+        except MapError as error:
+            raise RuntimeError(f"{error}. {shortage(woken)}") from error
         self._report_errors()
-
-    def _suspend(self, segment: Segment, *, keep: bool) -> bool:
-        """Put a mapped segment to sleep; False if it was freed meanwhile."""
-        if not self._table.hold(segment):
-            return False
-        try:
-            copy = None
-            if keep:
-                copy = torch.empty(
-                    segment.size, dtype=torch.uint8, device="cpu", pin_memory=PIN_MEMORY
-                )
-                libcudart.cudaMemcpy(copy.data_ptr(), segment.address, segment.size)
-            try:
-                unmap_and_release(segment.allocation)
-            except RuntimeError:
-                # ROCm's extension leaves such a segment without its chunks.
-                if current_platform.is_rocm():
-                    self._table.mark(segment, asleep=True)
-                raise
-            self._table.mark(segment, asleep=True)
-            if copy is not None:
-                self._host_copies[segment.address, segment.serial] = copy
-        finally:
-            self._table.unhold(segment)
-        return True
-
-    def _resume(self, segment: Segment) -> None:
-        """Wake a sleeping segment, unless it was freed meanwhile."""
-        if not self._table.hold(segment):
+        if not woken:
             return
-        try:
-            create_and_map(segment.allocation)
-            self._table.mark(segment, asleep=False)
-            copy = self._host_copy(segment)
-            if copy is not None:
-                try:
-                    libcudart.cudaMemcpy(segment.address, copy.data_ptr(), segment.size)
-                except RuntimeError:
-                    unmap_and_release(segment.allocation)
-                    self._table.mark(segment, asleep=True)
-                    raise
-                del self._host_copies[segment.address, segment.serial]
-            elif current_platform.is_rocm():
-                # amdgpu before 6.14 may map pages with old contents.
-                libcudart.cudaMemset(segment.address, 0, segment.size)
-                torch.accelerator.synchronize()
-        finally:
-            self._table.unhold(segment)
 
-    def _drop_stale_host_copies(self) -> None:
-        """Free the host copies of segments that were freed while asleep."""
-        alive = {(s.address, s.serial) for s in self._table.segments()}
-        for key in self._host_copies.keys() - alive:
-            del self._host_copies[key]
+        lost = {s.tag for s in woken} - {s.tag for s in restored}
+        if "weights" in lost and not self._reminded:
+            self._reminded = True
+            logger.warning(
+                "The weights were put to sleep without their contents (level 2) and "
+                "are undefined now. Load them before generating, such as by "
+                "reload_weights."
+            )
+        seconds = time.perf_counter() - start
+        logger.info(
+            "Woke %.2f GiB of device memory in %.2f s, %.2f GiB of it with contents "
+            "from the host (%.1f GB/s).",
+            total_size(woken) / GIB,
+            seconds,
+            total_size(restored) / GIB,
+            total_size(restored) / 1e9 / seconds,
+        )
+
+    def _collect_garbage(self) -> None:
+        """Break cycles, and give the device back what only they kept allocated.
+
+        It takes a good part of the time of a sleep, which is why it is done beside
+        copies, and for a wake only when memory is short.
+        """
+        before = (
+            torch.accelerator.memory_allocated() if torch.cuda.is_initialized() else 0
+        )
+        gc.collect()
+        if before and torch.accelerator.memory_allocated() < before:
+            self._generations.drain()
+
+    def prepare_sleep(self, tags: tuple[str, ...] = ("weights",)) -> None:
+        """Make the host memory for the first sleep in the background.
+
+        Does nothing unless VLLM_CUMEM_HOST_MEMORY is "prepare". Call it once the
+        segments are those that will sleep, such as after a load.
+
+        Args:
+            tags: whose contents the sleep is going to keep.
+        """
+        segments = [
+            segment for segment in self._table.segments() if segment.tag in tags
+        ]
+        self._mover.store.prepare(segment.size for segment in segments)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of device memory behind the segments that are awake."""
+        return total_size(s for s in self._table.segments() if not s.asleep)
 
     def _report_errors(self) -> None:
         for error in self._table.take_errors():

@@ -79,17 +79,22 @@ bool write_device(uintptr_t to, uint64_t offset, const char* data,
   return true;
 }
 
-// Pinned memory of our own is returned to its zero state instead of written,
-// so that backing up an empty model takes no host memory.
+// Zeros where there are none yet. What is zero already is only read, so that
+// backing up an empty model takes no host memory.
+void zero_untouched(uintptr_t to, size_t size) {
+  while (size != 0) {
+    size_t piece = std::min(size, kPage - to % kPage);
+    if (!all_zero(bytes_at(to), piece)) std::memset(bytes_at(to), 0, piece);
+    to += piece, size -= piece;
+  }
+}
+
+// Pinned memory of our own is returned to its zero state instead of written.
 void zero_host(uintptr_t to, size_t size) {
   auto region = host_region_at(to);
-  if (!region || !region->owned) {
-    std::memset(bytes_at(to), 0, size);
-    return;
-  }
   uintptr_t first = round_up(to, kPage), last = (to + size) / kPage * kPage;
-  if (first >= last) {
-    std::memset(bytes_at(to), 0, size);
+  if (!region || !region->owned || first >= last) {
+    zero_untouched(to, size);
     return;
   }
   std::memset(bytes_at(to), 0, first - to);

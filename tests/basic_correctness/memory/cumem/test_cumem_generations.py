@@ -128,7 +128,7 @@ def _delete_while_asleep(tags: tuple[str, ...]) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     assert not segments(allocator)
-    assert not allocator._host_copies
+    assert not allocator._mover.host_copies
     assert free_bytes() == start
 
 
