@@ -19,7 +19,6 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.generations import pool_is_open, reclaim
 
 MIB = 1 << 20
-GIB = 1 << 30
 LAYERS = 8
 LAYER = 256 * MIB
 STRESS_SECONDS = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
@@ -169,25 +168,25 @@ def out_of_memory_in_the_pool_can_be_retried() -> None:
     allocator = start()
     with allocator.use_memory_pool("weights"):
         kept = filled(64 * MIB, 7)
-        only(GIB)
-        ballast = block(800 * MIB)
+        only(256 * MIB)
+        ballast = block(192 * MIB)
         with refused():
-            block(512 * MIB)
+            block(128 * MIB)
         del ballast
         reclaim(force=True)
-        retried = filled(512 * MIB, 9)
+        retried = filled(128 * MIB, 9)
     assert holds(kept, 7) and holds(retried, 9)
-    assert allocator.memory_by_tag()["weights"].mapped == 576 * MIB
+    assert allocator.memory_by_tag()["weights"].mapped == 192 * MIB
 
 
 def torch_retries_by_itself_with_what_was_retired() -> None:
     allocator = start()
-    only(GIB)
+    only(256 * MIB)
     with allocator.use_memory_pool("weights"):
-        old = block(700 * MIB)
+        old = block(160 * MIB)
     with allocator.use_memory_pool("weights"):
         del old
-        new = filled(600 * MIB, 3)
+        new = filled(128 * MIB, 3)
         assert card.refusals() == 1
     assert holds(new, 3)
 
