@@ -2,6 +2,7 @@
 # make demo   from a bare machine: build the fork's wheel, install it, show its patches, and
 #             rehearse a load on a 16 GB card: stock, fork, and without sleep mode
 # make test   lint and all tests, against the installed fork
+# make faults all injected faults on the simulated card
 # make wheel  only the wheel, in dist/
 # make lint   ruff and mypy, on our files and on what the graft changes
 
@@ -20,7 +21,7 @@ WHEEL_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc series tools/ser
 # CMake and Ninja come from pip, into the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test wheel lint clean
+.PHONY: demo test faults wheel lint clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -31,6 +32,10 @@ demo: $(INSTALLED)
 
 test: lint $(INSTALLED)
 	$(BIN)/python -m pytest tests
+
+# Every driver call of load, sleep and wake failing in turn; `make test` takes a sample.
+faults: $(INSTALLED)
+	$(BIN)/python -m pytest tests/rehearsal -m exhaustive
 
 wheel: $(WHEEL)
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much device memory a load takes: stock CuMem, this fork, the default allocator.
 
-    python benchmarks/load_peak.py SET --fork DIR --stock DIR [--json FILE]
+    python benchmarks/load_peak.py SET [SET ...] --fork DIR --stock DIR
 
 DIR is a folder that holds a ``vllm`` package: this fork's, and the released one's. For
 each allocator it finds the smallest card that loads the set, to 0.1 GiB, and prints the
-peak and the end state on a roomy card. Needs a GPU; a smaller card is emulated by
-occupying the rest. Sizes are GiB above what the process takes before the load.
+peak and the end state on a roomy card. *fork-off* is the fork with generations switched
+off. Needs a GPU; a smaller card is emulated by occupying the rest. Sizes are GiB above
+what the process takes before the load.
+
+Rows are added to benchmarks/results/load_peak.jsonl, unless the card is simulated.
 """
 
 import argparse
 import ctypes
+import datetime
 import json
 import os
 import subprocess
@@ -22,6 +26,8 @@ from typing import Any
 
 GIB = 1 << 30
 STEP = 0.1
+ALLOCATORS = ("default", "fork", "fork-off", "stock")
+RESULTS = Path(__file__).resolve().parent / "results" / "load_peak.jsonl"
 
 
 class Measurer:
@@ -36,6 +42,8 @@ class Measurer:
         env = os.environ | {"PYTHONPATH": ":".join(filter(None, paths))}
         if split:
             env["PYTORCH_ALLOC_CONF"] = f"max_split_size_mb:{split}"
+        if allocator == "fork-off":
+            env["VLLM_CUMEM_POOL_GENERATIONS"] = "0"
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
@@ -83,13 +91,13 @@ def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
     start = used()
     torch.cuda.reset_peak_memory_stats()
     reserved = torch.cuda.memory_reserved()
-    row = {"allocator": allocator, "card": card, "torch": torch.__version__}
+    row = versions() | {"allocator": allocator, "card": card}
     pool, reclaim = allocator_under_test(allocator)
     try:
         with pool:
-            for step, state in enumerate(LAYER_SETS[layer_set].load()):
-                weights = state
-                reclaim(step)
+            for step in LAYER_SETS[layer_set].load():
+                weights = step.weights
+                reclaim(step.layer)
         row["ok"] = True
     except torch.OutOfMemoryError as error:
         row["ok"] = False
@@ -107,18 +115,47 @@ def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, Any]:
+    import torch
+
+    vllm = sys.modules.get("vllm")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "vllm": getattr(vllm, "__version__", None),
+    }
+
+
 def allocator_under_test(name: str) -> tuple[Any, Any]:
-    """The context to load in, and what to call with the step's number after a step."""
+    """The context to load in, and what to call after a step with its layer."""
     if name == "default":
-        return split_limit(), lambda step: None
+        return split_limit(), lambda layer: None
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pool = CuMemAllocator.get_instance().use_memory_pool("weights")
     if name == "stock":
-        return stock_load(pool), lambda step: None
-    from vllm.device_allocator.generations import reclaim
+        return limited(pool), lambda layer: None
+    from vllm.device_allocator.generations import pool_is_open, reclaim
 
-    return pool, lambda step: reclaim(force=step == 0)
+    def after_step(layer: dict | None) -> None:
+        assert pool_is_open() is (name == "fork")
+        if layer is None:
+            reclaim(force=True)
+        else:
+            reclaim(as_module(layer))
+
+    return (pool if name == "fork" else limited(pool)), after_step
+
+
+def as_module(layer: dict) -> Any:
+    import torch
+
+    module = torch.nn.Module()
+    for name, tensor in layer.items():
+        parameter = torch.nn.Parameter(tensor, requires_grad=False)
+        module.register_parameter(name, parameter)
+    return module
 
 
 @contextmanager
@@ -131,7 +168,8 @@ def split_limit() -> Iterator[None]:
 
 
 @contextmanager
-def stock_load(pool: Any) -> Iterator[None]:
+def limited(pool: Any) -> Iterator[None]:
+    """A pool under the policy that loading forces unless the pool gives memory back."""
     with pool, split_limit():
         yield
 
@@ -156,13 +194,18 @@ def gib(size: int) -> float:
     return round(size / GIB, 3)
 
 
-def smallest_card(measurer: Measurer, fits: float) -> tuple[float, list[dict]]:
-    """The smallest card in steps of 0.1 GiB; ``fits`` is a size known to load."""
+def smallest_card(measurer: Measurer, live: float, fits: float) -> tuple[float, list]:
+    """The smallest card in steps of 0.1 GiB, and the tries.
+
+    Args:
+        measurer: loads the set.
+        live: what the weights take when the load has ended, so that less cannot do.
+        fits: a size known to load.
+    """
     rows = []
-    low, high = int(fits / 2 / STEP), int(fits / STEP) + 1
+    low, high = int(live / STEP) - 1, int(fits / STEP) + 1
     while high - low > 1:
-        # The answer is usually close to the peak, so look from above first.
-        middle = max((low + high) // 2, high - 8)
+        middle = (low + high) // 2
         rows.append(measurer.load(round(middle * STEP, 1)))
         if rows[-1]["ok"]:
             high = middle
@@ -171,30 +214,55 @@ def smallest_card(measurer: Measurer, fits: float) -> tuple[float, list[dict]]:
     return round(high * STEP, 1), rows
 
 
+def run(layer_set: str, allocator: str, site: str | None, split: str) -> dict[str, Any]:
+    """The row of one allocator."""
+    measurer = Measurer(allocator, layer_set, site, split)
+    row = measurer.load(0.0)
+    if row["ok"]:
+        fits = row["peak"] + 0.5
+        row["smallest_card"], tries = smallest_card(measurer, row["live"], fits)
+        failed = [t for t in tries if not t["ok"]][-1:]
+        for attempt in failed:
+            for key in row.keys() & {"gpu", "date", "torch", "vllm"}:
+                attempt.pop(key, None)
+        row["failed_on"] = failed
+    measurer.close()
+    return {"set": layer_set, "split": split or "default"} | row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("set")
+    parser.add_argument("sets", nargs="+", metavar="SET")
     parser.add_argument("--fork", help="folder with this fork's vllm package")
     parser.add_argument("--stock", help="folder with the released vllm package")
     parser.add_argument("--split", default="", help="the user's max_split_size_mb")
-    parser.add_argument("--json", type=Path, help="append a row per allocator here")
+    parser.add_argument(
+        "--only", choices=ALLOCATORS, action="append", help="not all allocators"
+    )
+    parser.add_argument("--json", type=Path, help="add the rows here instead")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve(args.serve, args.set)
+        return serve(args.serve, args.sets[0])
 
-    for allocator in ("default", "fork", "stock"):
-        site = {"fork": args.fork, "stock": args.stock}.get(allocator)
-        measurer = Measurer(allocator, args.set, site, args.split)
-        row = measurer.load(0.0)
-        row["smallest_card"], tries = smallest_card(measurer, row["peak"] + 0.5)
-        row["failed_on"] = [t for t in tries if not t["ok"]][-1:]
-        measurer.close()
-        row = {"set": args.set, "split": args.split or "default"} | row
-        print(json.dumps(row), flush=True)
-        if args.json:
-            with args.json.open("a") as file:
-                print(json.dumps(row), file=file)
+    simulated = bool(os.environ.get("REHEARSAL_LIBRARIES"))
+    target = args.json or (None if simulated else RESULTS)
+    for layer_set in args.sets:
+        command = f"python benchmarks/load_peak.py {layer_set}"
+        if args.split:
+            command += f" --split {args.split}"
+        command += " --fork FORK --stock STOCK"
+        for allocator in args.only or ALLOCATORS:
+            site = args.stock if allocator == "stock" else args.fork
+            if allocator == "default":
+                site = None
+            row = {"command": command} | run(layer_set, allocator, site, args.split)
+            if simulated:
+                row = {"simulated": True} | row
+            print(json.dumps(row), flush=True)
+            if target:
+                with target.open("a") as file:
+                    print(json.dumps(row), file=file)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@
 
 // PyTorch calls both under its allocator's lock. Without observers neither
 // touches the GIL: its holder may be waiting for that very lock.
-CUMEM_EXPORT void* my_malloc(ssize_t size, int device, CUstream) {
-  return cumem::allocate(size, device);
+CUMEM_EXPORT void* my_malloc(ssize_t size, int device,
+                             CUstream stream) {
+  return cumem::allocate(size, device, stream);
 }
 
 CUMEM_EXPORT void my_free(void* pointer, ssize_t, int, CUstream stream) {
@@ -282,7 +283,10 @@ PyObject* list_object(const Items& items, Make make) {
 }
 
 PyObject* segments(PyObject*, PyObject*) {
-  return list_object(without_gil([] { return cumem::table().snapshot(); }),
+  return list_object(without_gil([] {
+                       cumem::offer_leftovers();
+                       return cumem::table().snapshot();
+                     }),
                      segment_object);
 }
 
@@ -292,14 +296,17 @@ PyObject* take_errors(PyObject*, PyObject*) {
 }
 
 PyObject* counters(PyObject*, PyObject*) {
-  const cumem::Counters now =
-      without_gil([] { return cumem::table().counters(); });
+  const cumem::Counters now = without_gil([] {
+    cumem::offer_leftovers();
+    return cumem::table().counters();
+  });
   return Py_BuildValue(
-      "{sKsKsKsKsKsKsKsK}", "mapped_bytes", now.mapped_bytes,
+      "{sKsKsKsKsKsKsKsKsKsK}", "mapped_bytes", now.mapped_bytes,
       "peak_mapped_bytes", now.peak_mapped_bytes, "reserved_bytes",
-      now.reserved_bytes, "segments", now.segments, "mallocs", now.mallocs,
-      "frees", now.frees, "failed_mallocs", now.failed_mallocs, "errors",
-      now.errors);
+      now.reserved_bytes, "returned_bytes", now.returned_bytes, "segments",
+      now.segments, "mallocs", now.mallocs, "frees", now.frees,
+      "failed_mallocs", now.failed_mallocs, "errors", now.errors, "leftovers",
+      now.leftovers);
 }
 
 PyObject* reset_peak(PyObject*, PyObject*) {
@@ -352,8 +359,11 @@ PyMethodDef methods[] = {
     {"counters", counters, METH_NOARGS,
      "counters() -> dict\n\n"
      "mapped_bytes, peak_mapped_bytes, reserved_bytes (addresses, mapped or\n"
-     "asleep), segments, mallocs, frees, failed_mallocs, errors. Bytes include\n"
-     "segments whose free is postponed."},
+     "asleep), returned_bytes (of freed segments, those freed asleep left out),\n"
+     "segments, mallocs, frees, failed_mallocs, errors. Bytes include segments\n"
+     "whose free is postponed. leftovers: segments and failed attempts of which\n"
+     "the driver refused to take something back. It is offered again at each\n"
+     "call, and what is mapped or reserved stays in the bytes."},
     {"reset_peak", reset_peak, METH_NOARGS,
      "reset_peak()\n\nSet peak_mapped_bytes to mapped_bytes."},
     {"take_errors", take_errors, METH_NOARGS,

@@ -61,14 +61,69 @@ inline void latch(const std::string& what, const Status& status) {
   table().latch(what + ": " + status.text());
 }
 
-// Fills in address, size and handle. On failure nothing is left behind.
-inline Status build_segment(std::int64_t size, Segment* segment) {
+// Offers each part of it to the driver once. What the driver refuses is kept, to
+// be offered again.
+inline Status give_back(Leftover left) {
+  Status status;
+  const auto took = [&status](const Status& answer) {
+    status.also(answer);
+    return answer.ok() || answer.driver_is_gone();
+  };
+  if (left.mapped) {
+    left.mapped = !took(CUMEM_CALL(cuMemUnmap, left.address, left.size));
+  }
+  // Released even if it is mapped: the memory then goes with its last mapping.
+  if (left.handle != 0 && took(CUMEM_CALL(cuMemRelease, left.handle))) {
+    left.handle = 0;
+  }
+  // Addresses that are still mapped must not be handed out again.
+  bool refused = false;
+  if (table().settle_memory(left)) {
+    refused = !took(CUMEM_CALL(cuMemAddressFree, left.address, left.size));
+  }
+  table().end_offer(left.id, refused);
+  return status;
+}
+
+// Enough to get on when the driver is well again, and a bound on what each call
+// costs when it never is.
+constexpr int kMaxRefusals = 8;
+
+// Offers the driver once more what it refused before, until it refuses again
+// too often. Says nothing: each refusal was reported when it first came.
+inline void offer_leftovers() {
+  int refusals = 0;
+  for (const std::uint64_t id : table().idle_leftovers()) {
+    const std::optional<Leftover> left = table().take_leftover(id);
+    if (!left) continue;
+    DeviceScope working_on(left->device);
+    Status status = working_on.status();
+    if (status.ok()) {
+      status = give_back(*left);
+    } else {
+      table().end_offer(id, false);
+    }
+    if (!status.ok() && ++refusals == kMaxRefusals) return;
+  }
+}
+
+// The same for a call from PyTorch, which may come while it captures `stream`.
+inline void offer_leftovers_unless_capturing(CUstream stream) {
+  if (table().idle_leftovers().empty()) return;
+  bool capturing = false;
+  if (ask_capturing(stream, &capturing).ok() && !capturing) offer_leftovers();
+}
+
+// Fills in address, size and handle. On failure all is given back.
+inline Status build_segment(std::int64_t size, CUstream stream,
+                            Segment* segment) {
   if (!driver().missing.empty()) {
     return Status::refused("there is no CUDA driver: " + driver().missing);
   }
   if (size <= 0) return Status::refused("the size must be positive");
   DeviceScope device(segment->device);
   if (!device.status().ok()) return device.status();
+  offer_leftovers_unless_capturing(stream);
   const DeviceTraits* traits = nullptr;
   Status status = device_traits(segment->device, &traits);
   if (!status.ok()) return status;
@@ -82,10 +137,8 @@ inline Status build_segment(std::int64_t size, Segment* segment) {
   bool mapped = false;
   status = map_memory(*traits, address, segment->size, &handle, &mapped);
   if (!status.ok()) {
-    // Addresses that are still mapped must not be handed out again.
-    if (!mapped) {
-      status.also(CUMEM_CALL(cuMemAddressFree, address, segment->size));
-    }
+    status.also(give_back(table().add_leftover(
+        {segment->device, segment->size, address, mapped, handle, true})));
     return status;
   }
   segment->address = address;
@@ -95,12 +148,13 @@ inline Status build_segment(std::int64_t size, Segment* segment) {
 
 // A new mapped segment of at least `size` bytes; nullptr, and a latched error,
 // when there is none to be had.
-inline void* allocate(std::int64_t size, int device) noexcept {
+inline void* allocate(std::int64_t size, int device,
+                      CUstream stream) noexcept {
   Segment segment;
   segment.device = device;
   segment.tag = scope_tag();
   segment.generation = scope().generation;
-  const Status status = build_segment(size, &segment);
+  const Status status = build_segment(size, stream, &segment);
   if (!status.ok()) {
     table().count_failed_malloc();
     latch("my_malloc of " + std::to_string(size) + " bytes on device " +
@@ -117,19 +171,8 @@ inline void* allocate(std::int64_t size, int device) noexcept {
 
 // Gives a freed segment back, as much of it as the driver takes.
 inline Status release_segment(const Segment& segment) {
-  Status status;
-  bool mapped = false;
-  if (!segment.asleep) {
-    status = CUMEM_CALL(cuMemUnmap, segment.address, segment.size);
-    mapped = !status.ok();
-    // Released all the same: the memory then goes with its last mapping.
-    status.also(CUMEM_CALL(cuMemRelease, segment.handle));
-  }
-  table().forget(segment.address);
-  if (!mapped) {  // as in build_segment
-    status.also(CUMEM_CALL(cuMemAddressFree, segment.address, segment.size));
-  }
-  return status;
+  const std::optional<Leftover> left = table().forget(segment.address);
+  return left ? give_back(*left) : Status();
 }
 
 inline std::string free_of(const Segment& segment) {
@@ -164,6 +207,7 @@ inline void deallocate(void* pointer, CUstream stream) noexcept {
   // Before the question whether it is held: the last holder may come long after
   // the stream has been destroyed.
   if (!segment->asleep && status.ok()) status = wait_for_users(stream);
+  if (device.status().ok()) offer_leftovers_unless_capturing(stream);
   segment = table().release_or_postpone(address);
   if (segment) status.also(release_segment(*segment));
   latch(what, status);
@@ -177,6 +221,7 @@ inline std::string wanted(const Segment& segment) {
 // asleep as before.
 inline Status wake_segment(int device, std::uint64_t size,
                            std::uint64_t address) {
+  offer_leftovers();
   Segment segment;
   const std::string refusal =
       table().begin_change(address, size, device, true, &segment);
@@ -193,7 +238,12 @@ inline Status wake_segment(int device, std::uint64_t size,
     if (status.ok()) {
       status = map_memory(*traits, address, size, &handle, &mapped);
     }
-    table().end_change(address, !status.ok(), handle, &postponed);
+    const bool asleep = !status.ok();
+    if (handle != 0 && asleep) {
+      status.also(give_back(table().add_leftover(
+          {device, size, address, mapped, handle, false})));
+    }
+    table().end_change(address, asleep, asleep ? 0 : handle, &postponed);
   }
   release_postponed(postponed);
   return std::move(status).with(wanted(segment));
@@ -203,6 +253,7 @@ inline Status wake_segment(int device, std::uint64_t size,
 // the driver refuses the unmap, the segment stays mapped.
 inline Status put_segment_to_sleep(int device, std::uint64_t size,
                                    std::uint64_t address) {
+  offer_leftovers();
   Segment segment;
   const std::string refusal =
       table().begin_change(address, size, device, false, &segment);
@@ -214,7 +265,10 @@ inline Status put_segment_to_sleep(int device, std::uint64_t size,
     status = working_on.status();
     if (status.ok()) status = CUMEM_CALL(cuMemUnmap, address, size);
     const bool asleep = status.ok();
-    if (asleep) status = CUMEM_CALL(cuMemRelease, segment.handle);
+    if (asleep) {
+      status = give_back(table().add_leftover(
+          {device, size, address, false, segment.handle, false}));
+    }
     table().end_change(address, asleep, asleep ? 0 : segment.handle,
                        &postponed);
   }

@@ -74,16 +74,21 @@ class DeviceScope {
   Status status_;
 };
 
-inline Status wait_unless_capturing(CUstream stream, bool* capturing) {
+// Whether `stream` is being captured, or cannot be used because another is.
+inline Status ask_capturing(CUstream stream, bool* capturing) {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult asked = driver().cuStreamIsCapturing(stream, &capture);
   // The legacy stream cannot be waited for while a blocking stream captures.
   *capturing = asked == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
                capture != CU_STREAM_CAPTURE_STATUS_NONE;
-  if (*capturing) return {};
-  if (asked != CUDA_SUCCESS) {
-    return Status::failed("cuStreamIsCapturing", asked);
-  }
+  return *capturing || asked == CUDA_SUCCESS
+             ? Status()
+             : Status::failed("cuStreamIsCapturing", asked);
+}
+
+inline Status wait_unless_capturing(CUstream stream, bool* capturing) {
+  Status status = ask_capturing(stream, capturing);
+  if (*capturing || !status.ok()) return status;
   return CUMEM_CALL(cuStreamSynchronize, stream);
 }
 

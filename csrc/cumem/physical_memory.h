@@ -88,28 +88,23 @@ inline Status create_memory(const DeviceTraits& traits, std::uint64_t size,
 }
 
 // Puts fresh physical memory behind [address, address + size), readable and
-// writable by its device. On failure nothing is left behind; only if the driver
-// refuses to undo the mapping, `mapped` stays true.
+// writable by its device. On failure `handle` (or 0) and `mapped` say what there
+// is to give back.
 inline Status map_memory(const DeviceTraits& traits, CUdeviceptr address,
                          std::uint64_t size, Handle* handle, bool* mapped) {
   *mapped = false;
   Status status = create_memory(traits, size, handle);
-  if (!status.ok()) return status;
-  status = CUMEM_CALL(cuMemMap, address, size, 0, *handle, 0);
-  if (status.ok()) {
-    CUmemAccessDesc access = {};
-    access.location = traits.prop.location;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    status = CUMEM_CALL(cuMemSetAccess, address, size, &access, 1);
-    *mapped = true;
-    if (status.ok()) return status;
-    const Status undone = CUMEM_CALL(cuMemUnmap, address, size);
-    *mapped = !undone.ok();
-    status.also(undone);
+  if (!status.ok()) {
+    *handle = 0;
+    return status;
   }
-  status.also(CUMEM_CALL(cuMemRelease, *handle));
-  *handle = 0;
-  return status;
+  status = CUMEM_CALL(cuMemMap, address, size, 0, *handle, 0);
+  *mapped = status.ok();
+  if (!*mapped) return status;
+  CUmemAccessDesc access = {};
+  access.location = traits.prop.location;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  return CUMEM_CALL(cuMemSetAccess, address, size, &access, 1);
 }
 
 }  // namespace cumem

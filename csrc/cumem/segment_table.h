@@ -6,7 +6,10 @@
 // of this file while it holds it, so no order of locks can be wrong.
 #pragma once
 
+#include "leftovers.h"
+
 #include <algorithm>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -46,11 +49,13 @@ struct Counters {
   std::uint64_t mapped_bytes = 0;
   std::uint64_t peak_mapped_bytes = 0;
   std::uint64_t reserved_bytes = 0;
+  std::uint64_t returned_bytes = 0;  // by frees of mapped segments, ever
   std::uint64_t segments = 0;
   std::uint64_t mallocs = 0;
   std::uint64_t frees = 0;
   std::uint64_t failed_mallocs = 0;
   std::uint64_t errors = 0;
+  std::uint64_t leftovers = 0;
 };
 
 inline std::string hexadecimal(std::uint64_t address) {
@@ -109,15 +114,27 @@ class SegmentTable {
     return std::nullopt;
   }
 
-  // Step 3, before its addresses go back to the driver, which may hand them out
-  // again at once.
-  void forget(std::uint64_t address) {
+  // Step 3: takes it off the books; what it had is the caller's to give back.
+  // Nothing when an earlier mapping is still at its addresses, which then go
+  // together with that.
+  std::optional<Leftover> forget(std::uint64_t address) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = segments_.find(address);
     const Segment& segment = found->second;
-    if (!segment.asleep) counters_.mapped_bytes -= segment.size;
+    if (!segment.asleep) {
+      counters_.mapped_bytes -= segment.size;
+      counters_.returned_bytes += segment.size;
+    }
     counters_.reserved_bytes -= segment.size;
+    const Leftover left{segment.device,   segment.size,   address,
+                        !segment.asleep,  segment.handle, true};
     segments_.erase(found);
+    if (Leftover* const earlier = leftovers_.mapped_at(address)) {
+      earlier->reserved = true;
+      counters_.reserved_bytes += earlier->size;
+      return std::nullopt;
+    }
+    return count_leftover(left);
   }
 
   // True, and held once more, if the segment still exists and is that one.
@@ -149,7 +166,12 @@ class SegmentTable {
   // `end_change`. Returns why not; empty when started.
   std::string begin_change(std::uint64_t address, std::uint64_t size,
                            int device, bool asleep_now, Segment* segment) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Another thread may be about to get rid of an earlier mapping there.
+    offer_ended_.wait(lock, [this, address] {
+      const Leftover* const earlier = leftovers_.mapped_at(address);
+      return earlier == nullptr || !earlier->offered || earlier->reserved;
+    });
     auto found = segments_.find(address);
     if (found == segments_.end() ||
         (found->second.freed && found->second.held == 0)) {
@@ -166,6 +188,10 @@ class SegmentTable {
     if (entry.changing) return name + " is in use by another thread";
     if (entry.asleep != asleep_now) {
       return name + (asleep_now ? " is mapped already" : " is asleep already");
+    }
+    if (asleep_now && leftovers_.mapped_at(address)) {
+      return name + " cannot be woken yet: the driver has refused to undo an "
+             "earlier mapping there; try again later";
     }
     entry.changing = true;
     entry.held += 1;
@@ -187,6 +213,54 @@ class SegmentTable {
     drop_hold(&segment, release);
   }
 
+  // Notes something that the caller is about to give back.
+  Leftover add_leftover(const Leftover& left) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return count_leftover(left);
+  }
+
+  // What the driver has refused before and no thread is offering to it now.
+  std::vector<std::uint64_t> idle_leftovers() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return leftovers_.idle();
+  }
+
+  // Starts to offer one of them again; nothing when another thread was faster.
+  std::optional<Leftover> take_leftover(std::uint64_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Leftover* const left = leftovers_.take(id);
+    return left ? std::optional<Leftover>(*left) : std::nullopt;
+  }
+
+  // Notes what the driver has taken of the memory. True when the addresses are
+  // the caller's to free now; they are off the books before that, as the driver
+  // may hand them out again at once.
+  bool settle_memory(const Leftover& offered) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Leftover& left = leftovers_.at(offered.id);
+    if (left.mapped && !offered.mapped) counters_.mapped_bytes -= left.size;
+    left.mapped = offered.mapped;
+    left.handle = offered.handle;
+    if (left.mapped || !left.reserved) return false;
+    left.reserved = false;
+    counters_.reserved_bytes -= left.size;
+    return true;
+  }
+
+  // Ends an offer, with the addresses back on the books if they were refused.
+  void end_offer(std::uint64_t id, bool addresses_refused) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (addresses_refused) {
+        Leftover& left = leftovers_.at(id);
+        left.reserved = true;
+        counters_.reserved_bytes += left.size;
+      }
+      leftovers_.put_back(id);
+    }
+    offer_ended_.notify_all();
+  }
+
   // The segments that nobody freed, in order of address.
   std::vector<Segment> snapshot() const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -200,7 +274,9 @@ class SegmentTable {
 
   Counters counters() const {
     std::lock_guard<std::mutex> lock(mutex_);
-    return counters_;
+    Counters now = counters_;
+    now.leftovers = leftovers_.count_refused();
+    return now;
   }
 
   void reset_peak() {
@@ -227,13 +303,21 @@ class SegmentTable {
         std::max(counters_.peak_mapped_bytes, counters_.mapped_bytes);
   }
 
+  Leftover count_leftover(const Leftover& left) {
+    if (left.mapped) count_mapped(left.size);
+    if (left.reserved) counters_.reserved_bytes += left.size;
+    return leftovers_.add(left);
+  }
+
   static void drop_hold(Segment* segment, std::optional<Segment>* release) {
     segment->held -= 1;
     if (segment->held == 0 && segment->postponed) *release = *segment;
   }
 
   mutable std::mutex mutex_;
+  std::condition_variable offer_ended_;
   std::map<std::uint64_t, Segment> segments_;  // by address
+  Leftovers leftovers_;
   std::set<std::string> names_;
   std::deque<std::string> errors_;
   Counters counters_;

@@ -93,6 +93,10 @@ class FakeDriver:
     ) -> None:
         self.library.fake_fail(function.encode(), nth, times, code)
 
+    def heal(self, function: str) -> None:
+        """Takes back what `fail` said of that function."""
+        self.library.fake_fail(function.encode(), 0, 0, 0)
+
     def calls(self, function: str) -> int:
         return int(self.library.fake_calls(function.encode()))
 

@@ -393,6 +393,8 @@ void fake_reset(std::uint64_t mib) {
 
 void fake_fail(const char* function, int nth, int times, int code) {
   std::lock_guard<std::mutex> lock(mutex);
+  fake().failures.erase(function);
+  if (times == 0) return;
   fake().failures[function] = Failure{nth, times, CUresult(code)};
 }
 

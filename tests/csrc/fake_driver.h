@@ -13,7 +13,7 @@
 FAKE_API void fake_reset(std::uint64_t mib);
 
 // The `nth` call (1 = the next) of the named function, and the `times` - 1 after
-// it, change nothing and return `code`.
+// it, change nothing and return `code`. With `times` 0 none fails any more.
 FAKE_API void fake_fail(const char* function, int nth, int times, int code);
 
 // How often the named function was called since the last reset.

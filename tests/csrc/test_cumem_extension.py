@@ -91,6 +91,7 @@ def test_allocate_and_free(card):
     after = card.cumem.counters()
     assert after["frees"] == before["frees"] + 1
     assert after["segments"] == 0
+    assert after["returned_bytes"] == before["returned_bytes"] + 4 * MIB
     assert after["peak_mapped_bytes"] == 4 * MIB
     card.cumem.reset_peak()
     assert card.cumem.counters()["peak_mapped_bytes"] == 0
@@ -101,11 +102,13 @@ def test_counters_names(card):
         "mapped_bytes",
         "peak_mapped_bytes",
         "reserved_bytes",
+        "returned_bytes",
         "segments",
         "mallocs",
         "frees",
         "failed_mallocs",
         "errors",
+        "leftovers",
     }
 
 
@@ -204,11 +207,13 @@ def test_sleep_and_wake(card):
     address = card.malloc(6 * MIB)
     handle = card.segment(address)[3]
     card.cumem.reset_peak()
+    returned = card.cumem.counters()["returned_bytes"]
     card.sleep(address)
     assert card.segment(address)[3:6:2] == (0, True)
     assert card.fake.left() == {"reservations": 1}
     counters = card.cumem.counters()
     assert (counters["mapped_bytes"], counters["reserved_bytes"]) == (0, 6 * MIB)
+    assert counters["returned_bytes"] == returned
     card.wake(address)
     assert card.fake.is_usable(address)
     assert not card.asleep(address)

@@ -40,4 +40,4 @@ def test_stress(build, sanitizer):
         env={**os.environ, **OPTIONS[sanitizer]},
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.count("allocated") == 3, done.stdout
+    assert done.stdout.count("allocated") == 4, done.stdout

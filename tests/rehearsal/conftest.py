@@ -11,7 +11,7 @@ import pytest
 
 from tools.rehearsal.build import BuildError, front_libraries
 from tools.rehearsal.cards import find_card
-from tools.rehearsal.packages import find_variant
+from tools.rehearsal.packages import find_variant, installed_version, is_fork
 from tools.rehearsal.session import Session
 from tools.rehearsal.testing import Outcome, WarmProcess, on_card
 
@@ -93,3 +93,32 @@ def torch_process(fronts: Path) -> Iterator[WarmProcess]:
 def run_torch(torch_process: WarmProcess) -> Callable[..., Outcome]:
     """Run text that has torch, `card` and `answer`, on two cards of SM 12.0."""
     return torch_process.run
+
+
+@pytest.fixture(scope="module")
+def checked(fronts: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Run the selected tests' checks, each in a child of one process on a card.
+
+    POOL_CHECKS_REPEAT=20 runs each check 20 times, POOL_STRESS_SECONDS=60 makes each
+    stress of threads so long.
+    """
+    repeat = int(os.environ.get("POOL_CHECKS_REPEAT", "1"))
+    stress = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
+    if not is_fork(installed_version()):
+        pytest.skip("the installed vLLM is not the fork")
+
+    def run(module: str) -> dict[str, dict[str, Any]]:
+        items = [i for i in request.session.items if i.path == request.path]
+        names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+        result = on_card(
+            f"""
+            from forked import run_checks
+            answer(outcomes=run_checks({module!r}, {names!r}, {repeat}))
+            """,
+            env={"PYTHONPATH": str(HERE)},
+            timeout=300 + repeat * (180 + 2 * stress),
+        )
+        assert "outcomes" in result.answer, result.stderr[-4000:]
+        return result.answer["outcomes"]
+
+    return run

@@ -6,8 +6,10 @@ converts them one by one, sleeps, wakes and compares; what fails is tried once
 more, as a server would. Then everything is dropped, and nothing may be left.
 """
 
+import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -90,12 +92,12 @@ def scenario(call: str | None, nth: int) -> dict[str, Any]:
     if call is not None:
         card.fail(call, nth)
     layers = attempts.run(load, allocator)
-    check(layers)
+    attempts.run(check, layers)
     for _ in range(2):
         attempts.run(allocator.sleep, "weights")
         asleep = card.report()["memory"]["mappings"]
         attempts.run(allocator.wake_up)
-        check(layers)
+        attempts.run(check, layers)
     calls = {name: card.calls(name) for name in CALLS}
     card.clear_faults()
     del layers
@@ -122,6 +124,7 @@ def in_child(call: str | None, nth: int, folder: Path) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
+        signal.alarm(120)
         try:
             result = scenario(call, nth)
         except BaseException:
@@ -137,6 +140,9 @@ def in_child(call: str | None, nth: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Faults to try as arguments NAME:N; without any, all of a clean run."""
     with tempfile.TemporaryDirectory() as folder:
+        # Else every child walks and copies all that the imports made.
+        gc.collect()
+        gc.freeze()
         clean = in_child(None, 0, Path(folder))
         results = {"": clean}
         faults = [f.split(":") for f in sys.argv[1:]]

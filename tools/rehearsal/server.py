@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -26,6 +27,8 @@ from tools.rehearsal.jobs import Failure, Job, Outcome
 from tools.rehearsal.load import Rehearsal, warm_up
 
 LOG_LINES = 60
+# A load that waits for something which never comes ends as a crash.
+LONGEST_SECONDS = 1200
 
 
 def settle() -> None:
@@ -77,6 +80,7 @@ def import_all(names: list[str]) -> bool:
 
 
 def _child(job: Job, result: Path, modules: Path, log: Path) -> None:
+    signal.alarm(LONGEST_SECONDS)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -98,9 +102,10 @@ def _child(job: Job, result: Path, modules: Path, log: Path) -> None:
 
 
 def _crashed(job: Job, status: int) -> Outcome:
-    signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     code = os.waitstatus_to_exitcode(status)
-    how = f"signal {signal}" if signal else f"exit status {code}"
+    how = f"signal {-code}" if code < 0 else f"exit status {code}"
+    if -code == signal.SIGALRM:
+        how = f"no end after {LONGEST_SECONDS} s"
     failure = Failure("crash", f"the process ended with {how}", "", False)
     return Outcome(loads=None, rank=job.rank, failure=failure)
 

@@ -5,17 +5,22 @@ Lines of JSON come on standard input, exit statuses go out. See `WarmProcess`
 in testing.py, whose other end this is.
 """
 
+import gc
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
 
 from tools.rehearsal import card
 
+LONGEST_SECONDS = 300
+
 
 def _child(order: dict[str, Any], names: dict[str, Any]) -> None:
     status = 1
+    signal.alarm(LONGEST_SECONDS)
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             file = os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -40,6 +45,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     exec(compile(json.loads(sys.stdin.readline()), "<imports>", "exec"), names)
+    # Else every child walks and copies all that the imports made.
+    gc.collect()
+    gc.freeze()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -21,6 +21,12 @@ from vllm.device_allocator.cuda_runtime import CudaRuntime, loaded_runtime
 from vllm.device_allocator.extension import cumem_available, extension, libcudart
 from vllm.device_allocator.generations import PoolGenerations, open_generation
 from vllm.device_allocator.host_store import HostStore
+from vllm.device_allocator.load_report import (
+    LoadReport,
+    TagMemory,
+    by_tag,
+    last_load_report,
+)
 from vllm.device_allocator.segment_mover import MapError, SegmentMover
 from vllm.device_allocator.segment_table import (
     Segment,
@@ -144,6 +150,14 @@ class CuMemAllocator:
             )
             for segment in self._table.segments()
         }
+
+    def load_report(self) -> LoadReport | None:
+        """What the last load took; None before the first one, and on ROCm."""
+        return last_load_report()
+
+    def memory_by_tag(self) -> dict[str, TagMemory]:
+        """Mapped and sleeping bytes of each tag that has a segment, as they are now."""
+        return by_tag(self._table.segments())
 
     def _host_copy(self, segment: Segment) -> torch.Tensor | None:
         piece = self._mover.host_copy(segment)

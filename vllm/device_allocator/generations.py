@@ -14,6 +14,7 @@ entered it: `reclaim` on a thread without an open generation does nothing.
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
@@ -93,6 +94,7 @@ class PoolGenerations:
     ) -> None:
         self.enabled = enabled
         self.retired = 0
+        self.drain_seconds = 0.0
         self._make_pool = make_pool
         self._set_tag = set_tag
         self._numbers = itertools.count(1)
@@ -168,8 +170,10 @@ class PoolGenerations:
         self._drop()
         if device is None:
             device = torch.accelerator.current_device_index()
+        start = time.perf_counter()
         torch.accelerator.synchronize(device)
         torch.accelerator.empty_cache()
+        self.drain_seconds += time.perf_counter() - start
 
     def retire(self, scope: _Scope) -> None:
         """Replace the scope's generation by a new one and drain."""
@@ -188,6 +192,11 @@ class PoolGenerations:
 def open_generation() -> int:
     """The number of the generation that this thread allocates from; 0 if none."""
     return _thread.scopes[-1].generation.number if _thread.scopes else 0
+
+
+def open_owner() -> PoolGenerations | None:
+    """Whose generation this thread allocates from; None outside a pool."""
+    return _thread.scopes[-1].owner if _thread.scopes else None
 
 
 def pool_is_open() -> bool:
