@@ -113,9 +113,24 @@ def conversions() -> str:
     )
 
 
+def fidelity() -> str:
+    """Loads that were both measured and rehearsed; the last measurement counts."""
+    measured = {(model(r), r["mode"]): r for r in read("engine.jsonl") if not r["card"]}
+    head = ("model", "mode", "peak, measured", "rehearsed", "after load", "rehearsed")
+    rows = []
+    for row in read("rehearsed.jsonl"):
+        real = measured.get((model(row), row["mode"]))
+        if real is not None:
+            peaks = (real["load_peak"], row["load_peak"])
+            after = (real["after_load"], row["after_load"])
+            rows.append((model(row), row["mode"], *peaks, *after))
+    return table(head, sorted(rows))
+
+
 PAGES = {
     "measurements.md": (load_peak, whole_card, small_cards),
     "conversions.md": (conversions,),
+    "rehearsal.md": (fidelity,),
 }
 DOCS = RESULTS.parents[1] / "docs"
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
-@pytest.mark.parametrize("page", ["measurements.md", "conversions.md"])
+@pytest.mark.parametrize("page", ["measurements.md", "conversions.md", "rehearsal.md"])
 def test_tables_come_from_the_committed_rows(page):
     from tables import DOCS, fill
 

@@ -25,12 +25,17 @@ MARGIN_MIB = 64
 
 
 def used_before_context() -> int:
-    """Bytes in use on card 0 before this process has a context there."""
+    """Bytes in use on card 0 before this process has a context there.
+
+    Without what the driver reserves: that is not in the total that CUDA tells either.
+    """
     import pynvml
 
     pynvml.nvmlInit()
     card = pynvml.nvmlDeviceGetHandleByIndex(0)
-    return int(pynvml.nvmlDeviceGetMemoryInfo(card).used)
+    # The first version of the call counts the reserved part as used.
+    info = pynvml.nvmlDeviceGetMemoryInfo(card, version=pynvml.nvmlMemory_v2)
+    return int(info.used)
 
 
 def used() -> int:

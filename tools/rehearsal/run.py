@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.rehearsal.build import BuildError, front_libraries, site_packages
+from tools.rehearsal.calibration import calibrate
 from tools.rehearsal.cards import Card, CardError, find_card, parse_size
 
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("which command?")
     try:
-        card = find_card(args.card, args.gpu_memory, args.capability)
+        card = calibrate(find_card(args.card, args.gpu_memory, args.capability))
         env = environment(
             card,
             site=site_packages(sys.executable),
