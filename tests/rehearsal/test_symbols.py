@@ -105,4 +105,6 @@ def test_a_library_that_is_not_there_is_named(tmp_path):
 
 def test_the_cache_says_what_it_was_made_for(fronts, toolkit):
     made_for = json.loads((fronts / "made-for.json").read_text())
-    assert made_for["libraries"] == [str(path) for path in toolkit.libraries()]
+    # Environments with the same libraries share it.
+    names = [Path(path).name for path in made_for["libraries"]]
+    assert names == [path.name for path in toolkit.libraries()]
