@@ -183,7 +183,8 @@ class CuMemAllocator:
             # https://github.com/pytorch/pytorch/issues/147851
             non_expandable_allocations(),
             # A weight in the front of a larger freed block pins the block. Without a
-            # limit, loading 12 layers of gpt-oss-120b (MXFP4) pins 3.9 GiB like that.
+            # limit, 12 layers of gpt-oss-120b pinned 3.7 GiB like that while their
+            # conversion still copied whole layers.
             bounded_splits(SPLIT_LIMIT_MB) if generations.enabled else nullcontext(),
             generations.open(tag, outer_tag=self.current_tag),
         ):
