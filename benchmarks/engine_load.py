@@ -11,7 +11,6 @@ runs.
 """
 
 import argparse
-import ctypes
 import functools
 import hashlib
 import importlib
@@ -29,7 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
+from small_card import GIB, leave_free
+
 SHAPES = Path(__file__).resolve().parent / "shapes"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -97,17 +97,6 @@ def model_folder(shape: str, layers: int | None) -> str:
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-def occupy(card: float) -> None:
-    """Leave ``card`` GiB free, past PyTorch's own counts."""
-    import torch
-
-    size = int(torch.cuda.mem_get_info()[0] - card * GIB)
-    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
-    code = runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
-    if size <= 0 or code:
-        raise RuntimeError(f"cannot leave {card} GiB of the card: error {code}")
 
 
 def measure_worker(meter: Meter, result: dict[str, Any], load_only: bool) -> None:
@@ -229,7 +218,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.empty(1, device="cuda")  # the context is not part of the figures
     try:
         if args.card:
-            occupy(args.card)
+            leave_free(args.card)
         meter = Meter()
         import vllm
 

@@ -13,7 +13,6 @@ Rows are added to benchmarks/results/load_peak.jsonl, unless the card is simulat
 """
 
 import argparse
-import ctypes
 import datetime
 import json
 import os
@@ -24,7 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
+from small_card import GIB, leave_free
+
 STEP = 0.1
 ALLOCATORS = ("default", "fork", "fork-off", "stock")
 RESULTS = Path(__file__).resolve().parent / "results" / "load_peak.jsonl"
@@ -87,7 +87,7 @@ def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
 
     torch.empty(1, device="cuda")
     if card:
-        occupy(int(torch.cuda.mem_get_info()[0] - card * GIB))
+        leave_free(card)
     start = used()
     torch.cuda.reset_peak_memory_stats()
     reserved = torch.cuda.memory_reserved()
@@ -172,15 +172,6 @@ def limited(pool: Any) -> Iterator[None]:
     """A pool under the policy that loading forces unless the pool gives memory back."""
     with pool, split_limit():
         yield
-
-
-def occupy(size: int) -> None:
-    import torch
-
-    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
-    code = runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
-    if code:
-        raise RuntimeError(f"cannot occupy {size} bytes of the card: error {code}")
 
 
 def used() -> int:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A smaller card than the real one, by occupying the rest."""
+
+import ctypes
+
+GIB = 1 << 30
+
+
+def leave_free(card: float) -> None:
+    """Take all but ``card`` GiB of what is free, past PyTorch's own counts.
+
+    Raises:
+        RuntimeError: less than that is free, or the device refuses.
+    """
+    import torch
+
+    size = int(torch.cuda.mem_get_info()[0] - card * GIB)
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    code = runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
+    if size <= 0 or code:
+        raise RuntimeError(f"cannot leave {card} GiB of the card: error {code}")
