@@ -97,7 +97,7 @@ def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
         with pool:
             for step in LAYER_SETS[layer_set].load():
                 weights = step.weights
-                reclaim(step.layer)
+                reclaim(step)
         row["ok"] = True
     except torch.OutOfMemoryError as error:
         row["ok"] = False
@@ -128,34 +128,21 @@ def versions() -> dict[str, Any]:
 
 
 def allocator_under_test(name: str) -> tuple[Any, Any]:
-    """The context to load in, and what to call after a step with its layer."""
+    """The context to load in, and what to call after a step."""
     if name == "default":
-        return split_limit(), lambda layer: None
+        return split_limit(), lambda step: None
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pool = CuMemAllocator.get_instance().use_memory_pool("weights")
     if name == "stock":
-        return limited(pool), lambda layer: None
+        return limited(pool), lambda step: None
     from vllm.device_allocator.generations import pool_is_open, reclaim
 
-    def after_step(layer: dict | None) -> None:
+    def after_step(step: Any) -> None:
         assert pool_is_open() is (name == "fork")
-        if layer is None:
-            reclaim(force=True)
-        else:
-            reclaim(as_module(layer))
+        reclaim(force=step.layer is None)
 
     return (pool if name == "fork" else limited(pool)), after_step
-
-
-def as_module(layer: dict) -> Any:
-    import torch
-
-    module = torch.nn.Module()
-    for name, tensor in layer.items():
-        parameter = torch.nn.Parameter(tensor, requires_grad=False)
-        module.register_parameter(name, parameter)
-    return module
 
 
 @contextmanager
