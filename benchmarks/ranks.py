@@ -19,7 +19,13 @@ import time
 import traceback
 from typing import Any
 
-from engine_load import ENVIRONMENT, Meter, model_folder, serve_forked
+from engine_load import (
+    ENVIRONMENT,
+    Meter,
+    capability_without_cuda,
+    model_folder,
+    serve_forked,
+)
 from small_card import GIB, leave_free
 
 SHORT_OF_MEMORY_GIB = 1.0
@@ -182,7 +188,8 @@ def main() -> None:
         return serve_forked(parser(), run)
     if not args.shape:
         parser().error("which shape?")
-    print(json.dumps(run(args)), flush=True)
+    with capability_without_cuda():
+        print(json.dumps(run(args)), flush=True)
     os._exit(0)
 
 

@@ -3,9 +3,9 @@
 
 Draining returns what is free in pools that nothing is allocated from any more. It waits
 for the device, so a load does it only when there is something to return. What is free
-in the open generation stays there: from torch 2.13 on, PyTorch returns its free segments
-by itself when an allocation would fail otherwise. To retire it instead would leave the
-half-used segments of each layer behind, 30 to 40 MiB a layer of gpt-oss-120b.
+in the open generation stays there: from torch 2.13 on, PyTorch returns its free
+segments by itself when an allocation would fail otherwise. To retire it instead would
+leave the half-used segments of each layer behind, 30 to 40 MiB a layer of gpt-oss-120b.
 """
 
 MIB = 1 << 20
