@@ -93,7 +93,7 @@ def test_compiles_the_extension() -> None:
         assert symbol in compiled
 
 
-def test_compiles_nothing_where_no_patch_replaces_the_source(world: Any) -> None:
+def test_compiles_nothing_where_no_patch_brings_the_source(world: Any) -> None:
     world.patch("")
     assert extension.compile_extension(load(world.repo)) is None
 
@@ -101,9 +101,9 @@ def test_compiles_nothing_where_no_patch_replaces_the_source(world: Any) -> None
 def test_says_what_the_compiler_lacks(
     world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    world.ours("csrc/cumem_allocator.cpp", "// ours\n")
+    world.ours("csrc/cumem/extension.cpp", "// ours\n")
     world.ours("CMakeLists.txt", "project(x LANGUAGES NONE)\nfind_it()\n")
-    world.patch("[[replace_files]]\npaths = ['csrc/cumem_allocator.cpp']")
+    world.patch("[[new_files]]\npaths = ['csrc/cumem/extension.cpp']")
     series = load(world.repo)
     monkeypatch.setattr(extension, "_cuda_include", lambda: tmp_path)
     with pytest.raises(Refusal, match="find_it"):

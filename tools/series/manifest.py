@@ -111,14 +111,6 @@ class Definitions:
 
 
 @dataclass(frozen=True)
-class ReplacedFile:
-    """A file of ours in place of upstream's, which may live on as ``kept_as``."""
-
-    path: str
-    kept_as: str | None = None
-
-
-@dataclass(frozen=True)
 class Patch:
     """One patch: what a reviewer reads, and what it changes."""
 
@@ -132,7 +124,6 @@ class Patch:
     trade_offs: str = ""
     related: str = ""
     new_files: tuple[str, ...] = ()
-    replaced_files: tuple[ReplacedFile, ...] = ()
     definitions: tuple[Definitions, ...] = ()
     edits: tuple[Edit, ...] = ()
 
@@ -144,9 +135,7 @@ class Patch:
 
     def paths(self) -> list[str]:
         """Every file that this patch writes."""
-        kept = [r.kept_as for r in self.replaced_files if r.kept_as]
-        replaced = [r.path for r in self.replaced_files]
-        return [*self.new_files, *replaced, *kept, *self.grafted_paths()]
+        return [*self.new_files, *self.grafted_paths()]
 
 
 @dataclass(frozen=True)
@@ -175,7 +164,7 @@ class Series:
 
 _TEXT = ("title", "why", "how", "tested", "goes_when")
 _OPTIONAL_TEXT = ("trade_offs", "related")
-_TABLES = ("new_files", "replace_files", "definitions", "edits")
+_TABLES = ("new_files", "definitions", "edits")
 
 
 def load(root: Path, allow_unowned: bool = False) -> Series:
@@ -236,21 +225,9 @@ def _read_patch(path: Path) -> Patch:
         **{key: _string(table, key, name) for key in _TEXT},
         **{key: _string(table, key, name, "") for key in _OPTIONAL_TEXT},
         new_files=tuple(new_files),
-        replaced_files=tuple(_replaced(table.get("replace_files", []), name)),
         definitions=tuple(_definitions(r, name) for r in table.get("definitions", [])),
         edits=tuple(_edit(row, name) for row in table.get("edits", [])),
     )
-
-
-def _replaced(rows: list[dict[str, Any]], name: str) -> Iterator[ReplacedFile]:
-    for row in rows:
-        _only(row, {"paths", "kept_as"}, name)
-        kept = row.get("kept_as", {})
-        paths = _strings(row, "paths", name)
-        if not isinstance(kept, dict) or not set(kept) <= set(paths):
-            raise Refusal("kept_as must map paths of its own table", patch=name)
-        for path in paths:
-            yield ReplacedFile(path, kept.get(path))
 
 
 def _definitions(row: dict[str, Any], name: str) -> Definitions:
@@ -343,8 +320,7 @@ def _check_ownership(series: Series, allow_unowned: bool) -> None:
     whole: dict[str, str] = {}
     names: dict[str, dict[str, str]] = {}
     for patch in series.patches:
-        replaced = [r.path for r in patch.replaced_files]
-        for path in (*patch.new_files, *replaced):
+        for path in patch.new_files:
             if path in whole:
                 raise Refusal(f"{whole[path]} owns it too", patch=patch.id, file=path)
             if not (series.root / path).is_file():
