@@ -111,6 +111,17 @@ class Definitions:
 
 
 @dataclass(frozen=True)
+class Result:
+    """Rows of one of the tables in ``benchmarks/tables.py`` that speak of a patch.
+
+    ``rows`` are what a row's first cell begins with; empty for the whole table.
+    """
+
+    table: str
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Patch:
     """One patch: what a reviewer reads, and what it changes."""
 
@@ -123,6 +134,7 @@ class Patch:
     requires: tuple[str, ...] = ()
     trade_offs: str = ""
     related: str = ""
+    results: tuple[Result, ...] = ()
     new_files: tuple[str, ...] = ()
     definitions: tuple[Definitions, ...] = ()
     edits: tuple[Edit, ...] = ()
@@ -164,7 +176,7 @@ class Series:
 
 _TEXT = ("title", "why", "how", "tested", "goes_when")
 _OPTIONAL_TEXT = ("trade_offs", "related")
-_TABLES = ("new_files", "definitions", "edits")
+_TABLES = ("new_files", "definitions", "edits", "results")
 
 
 def load(root: Path, allow_unowned: bool = False) -> Series:
@@ -224,10 +236,16 @@ def _read_patch(path: Path) -> Patch:
         requires=_strings(table, "requires", name),
         **{key: _string(table, key, name) for key in _TEXT},
         **{key: _string(table, key, name, "") for key in _OPTIONAL_TEXT},
+        results=tuple(_result(row, name) for row in table.get("results", [])),
         new_files=tuple(new_files),
         definitions=tuple(_definitions(r, name) for r in table.get("definitions", [])),
         edits=tuple(_edit(row, name) for row in table.get("edits", [])),
     )
+
+
+def _result(row: dict[str, Any], name: str) -> Result:
+    _only(row, {"table", "rows"}, name)
+    return Result(_string(row, "table", name), _strings(row, "rows", name))
 
 
 def _definitions(row: dict[str, Any], name: str) -> Definitions:
