@@ -52,7 +52,8 @@ def model(row: Row) -> str:
 
 
 def whole_card() -> str:
-    """vLLM's own loader on the whole card, with and without sleep mode."""
+    """vLLM's own loader on the whole card. Rows of the fork with an asterisk have the
+    in-place conversions; the others have the pool patches alone."""
     head = ("model", "mode", "load peak", "after load", "KV cache", "digest", "cycles")
     rows = []
     for row in read("engine.jsonl"):

@@ -126,16 +126,15 @@ class Commits:
         }
         self._git("add", "-A", "-f")
         commit = ("commit", "-q", "--allow-empty", "--cleanup=verbatim", "-F", "-")
-        self._git(*commit, env=env, input=message)
+        self._git(*commit, env=env, text=message)
 
     def _git(
-        self, *arguments: str, env: dict[str, str] | None = None, **options: object
+        self, *arguments: str, env: dict[str, str] | None = None, text: str = ""
     ) -> str:
         """git as it comes, whatever the user's own settings are."""
         plain = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-        return git(
-            self.folder, *arguments, env=os.environ | plain | (env or {}), **options
-        )
+        own = os.environ | plain | (env or {})
+        return git(self.folder, *arguments, env=own, input=text)
 
 
 @contextmanager

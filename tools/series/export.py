@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import tempfile
@@ -19,6 +20,7 @@ from tools.series.manifest import Patch, Series
 from tools.series.series import Applied, apply_series
 
 INDEX, COVER = "index.json", "cover.md"
+TEMPLATE = Path(__file__).with_name("cover.md")
 
 
 def identity(folder: Path) -> Identity:
@@ -34,7 +36,9 @@ def identity(folder: Path) -> Identity:
     return Identity(found["user.name"], found["user.email"])
 
 
-def export(series: Series, base: Base, who: Identity, out: Path) -> list[dict[str, Any]]:
+def export(
+    series: Series, base: Base, who: Identity, out: Path
+) -> list[dict[str, Any]]:
     """One mail per patch, ``cover.md`` and ``index.json`` in the new folder ``out``.
 
     Returns the rows of the index. Raises ``Refusal``, with nothing written, for a base
@@ -163,11 +167,15 @@ def cover(version: str, rows: Sequence[dict[str, Any]]) -> str:
         ),
     )
     measurements = "\n\n".join(
-        "\n\n".join([(make.__doc__ or "").strip(), make(), *tables.provenance(make)])
+        "\n\n".join([inspect.getdoc(make) or "", make(), *tables.provenance(make)])
         for make in tables.FILES
     )
-    return _COVER.format(
-        version=version, patches=patches, limit=LIMIT, measurements=measurements
+    return TEMPLATE.read_text().format(
+        version=version,
+        patches=patches,
+        limit=LIMIT,
+        measurements=measurements,
+        assistance=mail.ASSISTANCE,
     )
 
 
@@ -178,45 +186,3 @@ def _numbered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         row | {"applies_after": [number[name] for name in row["applies_after"]]}
         for row in rows
     ]
-
-
-_COVER = """\
-# Sleep mode that loads what fits: a series for vLLM {version}
-
-A model that loads without sleep mode should also load with it, with the same load peak.
-In {version} it does not: a live memory pool keeps every segment that a load has finished
-with, and one failed allocation in the CuMem extension breaks all that follow.
-
-Apply the whole series to the source archive of {version} (or its tag), under git, with
-`git am --keep-non-patch FOLDER/*.patch`; without that option git drops the tags from the
-subjects. `index.json` holds the same as this page for programs, and each patch's reasons.
-
-## The patches
-
-*Changed* are lines added and removed in upstream's files, at most {limit} in a patch; *new*
-and *tests* are lines of new files and of tests. *Apply after* names the mails that must
-come before; the others may be left out.
-
-{patches}
-
-## How it differs from open pull requests
-
-- #49151 loads and converts outside the pool and then moves the finished weights into it,
-  storage by storage. Here weights are allocated where they stay: addresses do not change
-  after the load, nothing is held twice at its end, and what is allocated later (a
-  quantization on the fly, a draft model) is treated alike. Its price is the rule of when a
-  pool may be retired.
-- #44866 undoes what a failed allocation of the CuMem extension leaves behind. Mail 0001 does
-  that too, and also ends the error code that lives on in the process, without which
-  PyTorch cannot free memory and ask again.
-
-## Measurements
-
-*Measured* is on the card named, *rehearsed* on a simulated one, where kernels do nothing and
-memory is counted. Sizes are GiB above what the process takes before the load.
-
-{measurements}
-
-## AI assistance
-
-""" + mail.ASSISTANCE + "\n"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import PurePosixPath
 
 from benchmarks import tables
@@ -17,8 +18,8 @@ that you have."""
 #: Below it, tests need a GPU.
 ON_A_GPU = "tests/basic_correctness/"
 _FORK = """\
-Paths under benchmarks/, docs/ and tests/rehearsal/ are of the fork that this series comes
-from; FORK and STOCK are folders that hold a `vllm` package."""
+Paths under benchmarks/, docs/ and tests/rehearsal/ are of the fork that this series
+comes from; FORK and STOCK are folders that hold a `vllm` package."""
 _MAKERS = {make.__name__: make for make in tables.FILES}
 
 
@@ -102,7 +103,5 @@ def _rows(patch: Patch, result: Result) -> str:
             raise Refusal(f"{result.table} has no row {start!r}", patch=patch.id)
     if result.rows:
         rows = [r for r in rows if r.startswith(tuple(f"| {s}" for s in result.rows))]
-    doc = (make.__doc__ or "").strip()
-    return "\n\n".join(
-        [doc, "\n".join([head, rule, *rows]), *tables.provenance(make)]
-    )
+    text = "\n".join([head, rule, *rows])
+    return "\n\n".join([inspect.getdoc(make) or "", text, *tables.provenance(make)])
