@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from vllm.device_allocator.copy_engine import Copies, Mark
 from vllm.device_allocator.host_store import HostPiece, HostStore
 from vllm.device_allocator.segment_table import Segment, SegmentTable
@@ -79,6 +81,11 @@ class SegmentMover:
     def host_copy(self, segment: Segment) -> HostPiece | None:
         """What holds the segment's contents instead of the device, if anything does."""
         return self.host_copies.get(key_of(segment))
+
+    def host_contents(self, segment: Segment) -> torch.Tensor | None:
+        """The bytes of `host_copy`, uint8 [size], without a copy of them."""
+        piece = self.host_copy(segment)
+        return None if piece is None else piece.contents
 
     def drop_stale_copies(self) -> None:
         """Take back the host memory of segments that were freed while asleep."""

@@ -3,10 +3,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
 from vllm.device_allocator.segment_table import Segment
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 GIB = 1 << 30
 
@@ -59,3 +63,9 @@ def residual(segments: Sequence[Segment]) -> str:
         f"PyTorch's other memory, {rest / GIB:.2f} GiB of contexts, libraries, "
         "communicators and other processes"
     )
+
+
+def log_residual(segments: Sequence[Segment]) -> None:
+    """Log `residual`; a device that does not say is no reason to fail a sleep."""
+    with suppress(RuntimeError):
+        logger.info("Still on the device: %s.", residual(segments))
