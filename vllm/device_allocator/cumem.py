@@ -246,6 +246,10 @@ class CuMemAllocator:
         ]
         self._mover.store.prepare(segment.size for segment in segments)
 
+    def release_host_memory(self) -> None:
+        """Give the system back the host memory that is kept for the next sleep."""
+        self._mover.store.release_free()
+
     @property
     def mapped_bytes(self) -> int:
         """Bytes of device memory behind the segments that are awake."""

@@ -76,10 +76,27 @@ class Sleeper:
         self._drain = drain
         self._reminded = False
 
-    def _settle(self) -> None:
-        """Let go of what nobody uses: it must not be copied to the host, nor wake."""
+    def _settle(self) -> list[Segment]:
+        """Wait for the device, and let go of what nobody uses: it must not move.
+
+        Returns:
+            The segments that are left.
+        """
         self._drain()
         self._mover.drop_stale_copies()
+        return self._table.segments()
+
+    def _suspend(
+        self,
+        kept: list[Segment],
+        dropped: list[Segment],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        if torch.cuda.is_initialized():
+            # `_drain` waited for the current device alone.
+            for device in {segment.device for segment in kept + dropped}:
+                torch.accelerator.synchronize(device)
+        self._mover.suspend(kept, dropped, meanwhile)
 
     def sleep(self, kept_tags: Collection[str]) -> None:
         """Put every segment to sleep.
@@ -91,11 +108,11 @@ class Sleeper:
             RuntimeError: the driver or the host refused; all is as it was.
         """
         start = time.perf_counter()
-        self._settle()
+        segments = self._settle()
         kept: list[Segment] = []
         dropped: list[Segment] = []
         policy_conflict = False
-        for segment in self._table.segments():
+        for segment in segments:
             keep = segment.tag in kept_tags
             has_copy = self._mover.host_copy(segment) is not None
             if segment.asleep:
@@ -104,7 +121,7 @@ class Sleeper:
                 kept.append(segment)
             else:
                 dropped.append(segment)
-        self._mover.suspend(kept, dropped, meanwhile=self._collect_garbage)
+        self._suspend(kept, dropped, meanwhile=self._collect_garbage)
         self._mover.drop_stale_copies()
         self._report_errors()
 
@@ -133,17 +150,17 @@ class Sleeper:
             RuntimeError: the driver refused; every segment is mapped.
         """
         start = time.perf_counter()
-        self._settle()
+        segments = self._settle()
         dropped: list[Segment] = []
         policy_conflict = False
-        for segment in self._table.segments():
+        for segment in segments:
             if segment.tag not in tags:
                 continue
             if self._mover.host_copy(segment) is not None:
                 policy_conflict = True
             elif not segment.asleep:
                 dropped.append(segment)
-        self._mover.suspend([], dropped)
+        self._suspend([], dropped)
         self._report_errors()
         logger.info(
             "Discarded %.2f GiB of device memory with tags %s in %.2f s.",
@@ -169,10 +186,10 @@ class Sleeper:
                 was.
         """
         start = time.perf_counter()
-        self._settle()
+        segments = self._settle()
         woken: list[Segment] = []
         restored: list[Segment] = []
-        for segment in self._table.segments():
+        for segment in segments:
             deferred = (
                 tags is not None
                 and segment.tag in DEFERRABLE_TAGS

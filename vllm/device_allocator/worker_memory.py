@@ -30,3 +30,9 @@ def prepare_sleep() -> None:
     """After a load: make host memory in the background, if that is wanted."""
     if CuMemAllocator.instance is not None:
         CuMemAllocator.instance.prepare_sleep()
+
+
+def release_host_memory() -> None:
+    """At the end of a worker, whose process may go on: unlock what is kept."""
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance.release_host_memory()
