@@ -17,6 +17,7 @@ from vllm.device_allocator.segment_mover import MapError, SegmentMover
 from vllm.device_allocator.segment_table import Segment, SegmentTable
 from vllm.device_allocator.sleep_report import (
     GIB,
+    MoveTotals,
     log_residual,
     missing_bytes,
     shortage,
@@ -75,6 +76,7 @@ class Sleeper:
         self._mover = mover
         self._drain = drain
         self._reminded = False
+        self.totals = MoveTotals()
 
     def _settle(self) -> list[Segment]:
         """Wait for the device, and let go of what nobody uses: it must not move.
@@ -126,15 +128,16 @@ class Sleeper:
         self._report_errors()
 
         seconds = time.perf_counter() - start
-        on_host = total_size(kept)
+        on_host, lost = total_size(kept), total_size(dropped)
+        self.totals.add("sleep", on_host, lost, seconds)
         logger.info(
             "Sleep freed %.2f GiB of device memory in %.2f s: %.2f GiB kept on the "
             "host (%.1f GB/s), %.2f GiB discarded.",
-            (on_host + total_size(dropped)) / GIB,
+            (on_host + lost) / GIB,
             seconds,
             on_host / GIB,
             on_host / 1e9 / seconds,
-            total_size(dropped) / GIB,
+            lost / GIB,
         )
         if policy_conflict:
             logger.warning(
@@ -162,11 +165,13 @@ class Sleeper:
                 dropped.append(segment)
         self._suspend([], dropped)
         self._report_errors()
+        seconds = time.perf_counter() - start
+        self.totals.add("discard", 0, total_size(dropped), seconds)
         logger.info(
             "Discarded %.2f GiB of device memory with tags %s in %.2f s.",
             total_size(dropped) / GIB,
             ", ".join(tags),
-            time.perf_counter() - start,
+            seconds,
         )
         if policy_conflict:
             logger.warning(
@@ -211,13 +216,15 @@ class Sleeper:
             return
 
         seconds = time.perf_counter() - start
+        mapped, copied = total_size(woken), total_size(restored)
+        self.totals.add("wake", copied, mapped - copied, seconds)
         logger.info(
             "Woke %.2f GiB of device memory in %.2f s, %.2f GiB of it with contents "
             "from the host (%.1f GB/s).",
-            total_size(woken) / GIB,
+            mapped / GIB,
             seconds,
-            total_size(restored) / GIB,
-            total_size(restored) / 1e9 / seconds,
+            copied / GIB,
+            copied / 1e9 / seconds,
         )
         lost = {s.tag for s in woken} - {s.tag for s in restored}
         if "weights" in lost and not self._reminded:

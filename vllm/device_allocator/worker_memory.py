@@ -26,6 +26,12 @@ def freed_bytes(device_wide: int, mapped_before: int | None) -> int:
     return mapped_before - now
 
 
+def take_moves() -> dict[str, dict[str, float]]:
+    """What sleep mode moved since the last time; empty if it is not in use."""
+    allocator = CuMemAllocator.instance
+    return {} if allocator is None else allocator.take_moves()
+
+
 def prepare_sleep() -> None:
     """After a load: make host memory in the background, if that is wanted."""
     if CuMemAllocator.instance is not None:
