@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters whose storage has room for the size that they will be padded to.
+
+A weight that grows in its conversion needs its source and its result at once, unless
+its storage was large enough from the beginning. `reserve` gives a parameter such a
+storage. Shape, strides, dtype and attributes stay; the conversion that pads it finds
+the room with `room_for`. Only storages made here are used so, since what lies behind a
+tensor in any other storage may belong to another one.
+"""
+
+import weakref
+
+import torch
+
+_reserved: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+
+
+def reserve(parameter: torch.nn.Parameter, size: int) -> None:
+    """Move `parameter` to the front of a new storage of `size` bytes, if that is more
+    than it has. Its values are not kept: it must not have been loaded yet."""
+    data = parameter.data
+    needed = data.numel() * data.element_size()
+    if size <= needed or data.is_meta:
+        return
+    shape, dtype, device = data.shape, data.dtype, data.device
+    # The old storage is free before the new one is allocated.
+    parameter.data = data.new_empty(0)
+    del data
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    parameter.data = memory[:needed].view(dtype).view(shape)
+    _reserved.add(memory.untyped_storage())
+
+
+def room_for(weight: torch.Tensor, size: int) -> torch.Tensor | None:
+    """The first `size` bytes of the weight's storage, uint8, or None where the weight
+    is not alone at the front of a storage with room for them."""
+    storage = weight.data.untyped_storage()
+    if storage not in _reserved or storage.nbytes() < size:
+        return None
+    if weight.storage_offset() or not weight.is_contiguous():
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=weight.device).set_(
+        storage, 0, (size,), (1,)
+    )
