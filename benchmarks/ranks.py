@@ -104,10 +104,19 @@ def fail_a_wake(llm: Any, rank: int, expected: list[str]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    llm = load(args)
+    try:
+        measure_engine(llm, args, result)
+    finally:
+        # The next run starts when the workers have given their memory back.
+        llm.llm_engine.engine_core.shutdown()
+
+
+def load(args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     measure_workers()
-    llm = LLM(
+    return LLM(
         model=model_folder(args.shape, args.layers),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -118,6 +127,9 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
         enable_sleep_mode=args.sleep,
         tensor_parallel_size=args.tensor_parallel_size,
     )
+
+
+def measure_engine(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     ranks = llm.collective_rpc("sleepload_figures")
     result |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     before = result["digests"] = digests(llm)

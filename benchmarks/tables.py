@@ -35,7 +35,7 @@ def load_peak() -> str:
                 row.get("peak", "-"),
                 row.get("end", "-"),
                 row.get("live", "-"),
-                row["smallest_card"],
+                row.get("smallest_card", "-"),
             )
             for row in read("load_peak.jsonl")
         ),
