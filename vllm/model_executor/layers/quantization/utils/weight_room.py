@@ -16,18 +16,16 @@ _reserved: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def reserve(parameter: torch.nn.Parameter, size: int) -> None:
-    """Move `parameter` to the front of a new storage of `size` bytes, if that is more
-    than it has. Its values are not kept: it must not have been loaded yet."""
+    """Move `parameter`, with its values, to the front of a new storage of `size` bytes,
+    if that is more than it has."""
     data = parameter.data
     needed = data.numel() * data.element_size()
-    if size <= needed or data.is_meta:
+    if size <= needed or data.is_meta or not data.is_contiguous():
         return
-    shape, dtype, device = data.shape, data.dtype, data.device
-    # The old storage is free before the new one is allocated.
-    parameter.data = data.new_empty(0)
-    del data
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
-    parameter.data = memory[:needed].view(dtype).view(shape)
+    memory = torch.empty(size, dtype=torch.uint8, device=data.device)
+    moved = memory[:needed].view(data.dtype).view(data.shape)
+    moved.copy_(data)
+    parameter.data = moved
     _reserved.add(memory.untyped_storage())
 
 
