@@ -22,7 +22,8 @@ taken = None
 for line in sys.stdin:
     del taken
     torch.cuda.empty_cache()
-    size = torch.cuda.mem_get_info()[0] - int(line)
+    # In whole pages, or PyTorch asks for more.
+    size = (torch.cuda.mem_get_info()[0] - int(line)) >> 21 << 21
     taken = torch.empty(size, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     print("ready", flush=True)
@@ -42,7 +43,7 @@ class Neighbour:
         return self
 
     def leave(self, size: int) -> None:
-        """Take all of the device's free memory but ``size`` bytes."""
+        """Take all of the device's free memory but ``size`` bytes, or 2 MiB more."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{size}\n")
         self._process.stdin.flush()
