@@ -149,8 +149,8 @@ def _diff(series: Series, options: argparse.Namespace) -> None:
     if options.patch is None:
         changes = list(final(applied).values())
     else:
-        patch = _patch(series, options.patch)
-        changes = [c for done in applied if done.patch is patch for c in done.changes]
+        name = _patch(series, options.patch).id
+        changes = [c for done in applied if done.patch.id == name for c in done.changes]
     sys.stdout.write(diff.unified(changes))
 
 

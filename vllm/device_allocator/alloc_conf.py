@@ -2,7 +2,7 @@
 """The allocator's split limit inside a pool: what is added to upstream's module."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -12,6 +12,17 @@ MAX_SPLIT_SIZE = "max_split_size_mb"
 def conf_has(conf: str, key: str) -> bool:
     """Whether an allocator config string sets ``key``."""
     return any(field.partition(":")[0].strip() == key for field in conf.split(","))
+
+
+@contextmanager
+def non_expandable_allocations() -> Generator[None, None, None]:
+    """Run the body without expandable segments: upstream has it since 0.33."""
+    conf = current_alloc_conf()
+    with ExitStack() as undo:
+        if conf_flag_enabled(conf, EXPANDABLE_SEGMENTS):
+            undo.callback(set_alloc_conf, conf)
+            set_alloc_conf(with_conf_flag(conf, EXPANDABLE_SEGMENTS, False))
+        yield
 
 
 @contextmanager
