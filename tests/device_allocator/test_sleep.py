@@ -231,3 +231,20 @@ def test_pointer_to_data_is_a_copy(allocator, extension):
     assert data[0x2000].cpu_backup_tensor is None
     data.clear()
     assert allocator.pointer_to_data
+
+
+def test_moves_are_counted_by_operation(allocator, extension):
+    size = {tag: 0 for tag, _ in CONTENT.values()}
+    for tag, content in CONTENT.values():
+        size[tag] += len(content)
+    allocator.discard("kv_cache")
+    allocator.sleep(offload_tags=("weights",))
+    allocator.wake_up()
+    moves = allocator.take_moves()
+    assert {name: (m["copied"], m["emptied"]) for name, m in moves.items()} == {
+        "discard": (0, size["kv_cache"]),
+        "sleep": (size["weights"], size["runtime"]),
+        "wake": (size["weights"], size["runtime"] + size["kv_cache"]),
+    }
+    assert all(m["seconds"] > 0 for m in moves.values())
+    assert allocator.take_moves() == {}

@@ -68,9 +68,7 @@ class CuMemAllocator:
     def __init__(self) -> None:
         callbacks: Any = self._table.callbacks
         self.python_malloc_callback, self.python_free_callback = callbacks
-        self._mover = make_mover(
-            self._table, map_segment, unmap_segment, clear_segment
-        )
+        self._mover = make_mover(self._table, map_segment, unmap_segment, clear_segment)
         self._sleeper = Sleeper(
             self._table, self._mover, lambda: self._generations.drain()
         )
@@ -245,6 +243,18 @@ class CuMemAllocator:
             segment for segment in self._table.segments() if segment.tag in tags
         ]
         self._mover.store.prepare(segment.size for segment in segments)
+
+    def release_host_memory(self) -> None:
+        """Give the system back the host memory that is kept for the next sleep."""
+        self._mover.store.release_free()
+
+    def take_moves(self) -> dict[str, dict[str, float]]:
+        """Bytes and seconds of the calls since the last time, by operation.
+
+        Operations are "sleep", "wake" and "discard"; each has bytes whose contents were
+        ``copied``, bytes ``emptied``, and ``seconds``.
+        """
+        return self._sleeper.totals.take()
 
     @property
     def mapped_bytes(self) -> int:

@@ -15,6 +15,34 @@ logger = init_logger(__name__)
 GIB = 1 << 30
 
 
+class MoveTotals:
+    """Bytes and seconds of sleeps, wakes and discards, until they are taken."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, dict[str, float]] = {}
+
+    def add(self, operation: str, copied: int, emptied: int, seconds: float) -> None:
+        """Count one call.
+
+        Args:
+            operation: "sleep", "wake" or "discard".
+            copied: bytes of device memory whose contents were copied.
+            emptied: bytes of those whose contents were not.
+            seconds: how long the call took.
+        """
+        total = self._totals.setdefault(
+            operation, {"copied": 0, "emptied": 0, "seconds": 0.0}
+        )
+        total["copied"] += copied
+        total["emptied"] += emptied
+        total["seconds"] += seconds
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """The totals by operation since the last time."""
+        totals, self._totals = self._totals, {}
+        return totals
+
+
 def total_size(segments: Iterable[Segment]) -> int:
     """Bytes of all segments, asleep or not."""
     return sum(segment.size for segment in segments)

@@ -17,6 +17,7 @@ from vllm.device_allocator.segment_mover import MapError, SegmentMover
 from vllm.device_allocator.segment_table import Segment, SegmentTable
 from vllm.device_allocator.sleep_report import (
     GIB,
+    MoveTotals,
     log_residual,
     missing_bytes,
     shortage,
@@ -75,11 +76,29 @@ class Sleeper:
         self._mover = mover
         self._drain = drain
         self._reminded = False
+        self.totals = MoveTotals()
 
-    def _settle(self) -> None:
-        """Let go of what nobody uses: it must not be copied to the host, nor wake."""
+    def _settle(self) -> list[Segment]:
+        """Wait for the device, and let go of what nobody uses: it must not move.
+
+        Returns:
+            The segments that are left.
+        """
         self._drain()
         self._mover.drop_stale_copies()
+        return self._table.segments()
+
+    def _suspend(
+        self,
+        kept: list[Segment],
+        dropped: list[Segment],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        if torch.cuda.is_initialized():
+            # `_drain` waited for the current device alone.
+            for device in {segment.device for segment in kept + dropped}:
+                torch.accelerator.synchronize(device)
+        self._mover.suspend(kept, dropped, meanwhile)
 
     def sleep(self, kept_tags: Collection[str]) -> None:
         """Put every segment to sleep.
@@ -91,11 +110,11 @@ class Sleeper:
             RuntimeError: the driver or the host refused; all is as it was.
         """
         start = time.perf_counter()
-        self._settle()
+        segments = self._settle()
         kept: list[Segment] = []
         dropped: list[Segment] = []
         policy_conflict = False
-        for segment in self._table.segments():
+        for segment in segments:
             keep = segment.tag in kept_tags
             has_copy = self._mover.host_copy(segment) is not None
             if segment.asleep:
@@ -104,20 +123,21 @@ class Sleeper:
                 kept.append(segment)
             else:
                 dropped.append(segment)
-        self._mover.suspend(kept, dropped, meanwhile=self._collect_garbage)
+        self._suspend(kept, dropped, meanwhile=self._collect_garbage)
         self._mover.drop_stale_copies()
         self._report_errors()
 
         seconds = time.perf_counter() - start
-        on_host = total_size(kept)
+        on_host, lost = total_size(kept), total_size(dropped)
+        self.totals.add("sleep", on_host, lost, seconds)
         logger.info(
             "Sleep freed %.2f GiB of device memory in %.2f s: %.2f GiB kept on the "
             "host (%.1f GB/s), %.2f GiB discarded.",
-            (on_host + total_size(dropped)) / GIB,
+            (on_host + lost) / GIB,
             seconds,
             on_host / GIB,
             on_host / 1e9 / seconds,
-            total_size(dropped) / GIB,
+            lost / GIB,
         )
         if policy_conflict:
             logger.warning(
@@ -133,23 +153,25 @@ class Sleeper:
             RuntimeError: the driver refused; every segment is mapped.
         """
         start = time.perf_counter()
-        self._settle()
+        segments = self._settle()
         dropped: list[Segment] = []
         policy_conflict = False
-        for segment in self._table.segments():
+        for segment in segments:
             if segment.tag not in tags:
                 continue
             if self._mover.host_copy(segment) is not None:
                 policy_conflict = True
             elif not segment.asleep:
                 dropped.append(segment)
-        self._mover.suspend([], dropped)
+        self._suspend([], dropped)
         self._report_errors()
+        seconds = time.perf_counter() - start
+        self.totals.add("discard", 0, total_size(dropped), seconds)
         logger.info(
             "Discarded %.2f GiB of device memory with tags %s in %.2f s.",
             total_size(dropped) / GIB,
             ", ".join(tags),
-            time.perf_counter() - start,
+            seconds,
         )
         if policy_conflict:
             logger.warning(
@@ -169,10 +191,10 @@ class Sleeper:
                 was.
         """
         start = time.perf_counter()
-        self._settle()
+        segments = self._settle()
         woken: list[Segment] = []
         restored: list[Segment] = []
-        for segment in self._table.segments():
+        for segment in segments:
             deferred = (
                 tags is not None
                 and segment.tag in DEFERRABLE_TAGS
@@ -194,13 +216,15 @@ class Sleeper:
             return
 
         seconds = time.perf_counter() - start
+        mapped, copied = total_size(woken), total_size(restored)
+        self.totals.add("wake", copied, mapped - copied, seconds)
         logger.info(
             "Woke %.2f GiB of device memory in %.2f s, %.2f GiB of it with contents "
             "from the host (%.1f GB/s).",
-            total_size(woken) / GIB,
+            mapped / GIB,
             seconds,
-            total_size(restored) / GIB,
-            total_size(restored) / 1e9 / seconds,
+            copied / GIB,
+            copied / 1e9 / seconds,
         )
         lost = {s.tag for s in woken} - {s.tag for s in restored}
         if "weights" in lost and not self._reminded:
