@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 def missing(
     after: str, before: str | None, read: Callable[[str], bytes | None]
 ) -> list[str]:
-    """Names that ``after`` imports from vllm, ``before`` did not, and that are not there.
+    """Names of vllm that ``after`` imports, ``before`` did not, and nothing defines.
 
     ``read`` gives the bytes of a file of the base by its path, or None. A module that
     makes its names as it runs (a star import, ``__getattr__``) is taken to have all.
