@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Each call to the driver fails in turn: what is undone, said, and still works.
 
 Every test ends with the check of the `card` fixture that nothing leaked. What the

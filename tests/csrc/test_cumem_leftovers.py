@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the driver refuses to take back is kept and offered again.
 
 Every test ends with the check of the `card` fixture that nothing is left, in the driver

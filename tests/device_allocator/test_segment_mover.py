@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep and wake with a fault at every step: all or nothing, and repeatable."""
 
 from types import SimpleNamespace

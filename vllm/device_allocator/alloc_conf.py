@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The allocator's split limit inside a pool: what is added to upstream's module."""
 
 from collections.abc import Generator
@@ -31,6 +32,7 @@ def bounded_splits(limit_mb: int) -> Generator[None, None, None]:
 
     Args:
         limit_mb: free blocks of this many MiB and more are not split.
+
     """
     conf = current_alloc_conf()
     if torch.cuda.memory.get_allocator_backend() != "native" or conf_has(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CuMem extension, as far as this machine can use it.
 
 Importing this module works everywhere. `cumem_available` says whether sleep mode's

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Pool generations: a MemPool that gives memory back while a model loads.
 
 PyTorch never returns a segment of a live ``torch.cuda.MemPool``. A pool whose Python
@@ -84,6 +85,7 @@ class PoolGenerations:
             generation opens and when the last one closes.
         enabled: whether `reclaim` may retire a generation during a load. If not, each
             scope keeps its one generation to the end, as upstream does.
+
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class PoolGenerations:
         Args:
             tag: the tag of the allocations.
             outer_tag: the tag to go back to at the end.
+
         """
         scope = _Scope(self, self._enter(tag, self._make_pool()))
         _thread.scopes.append(scope)
@@ -164,6 +167,7 @@ class PoolGenerations:
         Args:
             device: index of the device to wait for first, so that no kernel still
                 works on what is unmapped; the current one if None.
+
         """
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return
@@ -214,6 +218,7 @@ def reclaim(layer: torch.nn.Module | None = None, *, force: bool = False) -> Non
     Args:
         layer: the module whose step just ended.
         force: retire the open generation whether or not memory is short.
+
     """
     if not pool_is_open() or torch.cuda.is_current_stream_capturing():
         return

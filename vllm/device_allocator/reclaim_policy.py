@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """When a load should give stranded memory back to the device.
 
 Two things give memory back. Draining returns what is free in pools that nothing is
@@ -45,6 +46,7 @@ class LoadPressure:
             layer_bytes: size of the parameters of a layer like the next one. It
                 matters until a first step was seen to take memory: a conversion holds
                 up to about four times its layer (sources, copies, results).
+
         """
         if self.largest_step == 0:
             return 4 * layer_bytes + RESERVE_BYTES
@@ -67,6 +69,7 @@ class LoadPressure:
         Args:
             free: free bytes of device memory.
             cached: free bytes that PyTorch's pools still hold.
+
         """
         self._free_at_last_step = free
         self._cached_after_drain = cached

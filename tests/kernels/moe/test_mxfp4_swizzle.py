@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MXFP4 swizzle for SM 9.0: equal to the released vllm, values in place."""
 
 import pytest

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep and wake on a real GPU: contents, host memory, a neighbour on the device."""
 
 import re

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernel of `weight_permutation` for tilings of whole blocks of rows.
 
 Tiles of block scales keep the bytes of a block of rows (128 for NVFP4 and MXFP8)

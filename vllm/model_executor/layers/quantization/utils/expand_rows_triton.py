@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernel of `weight_permutation` that pads rows inside a tensor's own storage.
 
 The rows of all experts move towards the end of the storage, each to an address that is

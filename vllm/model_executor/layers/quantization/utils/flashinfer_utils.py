@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """FlashInfer MoE conversions that replace upstream's, in place where bytes allow.
 
 Ownership: `prepare_*`, `rotate_*` and `convert_*` work on a layer's weights and
@@ -43,6 +44,7 @@ def rotate_weights_for_fi_trtllm_fp8_per_tensor_moe(
         gemm1_weights: FP8 [experts, (2 *) intermediate, hidden], overwritten.
         gemm2_weights: FP8 [experts, hidden, intermediate], overwritten.
         is_gated_activation: interleave the rows of the two projections of gemm1.
+
     """
     check_fp8("gemm1_weights", gemm1_weights)
     check_fp8("gemm2_weights", gemm2_weights)
@@ -76,6 +78,7 @@ def convert_moe_weights_to_flashinfer_trtllm_block_layout(
 
     Returns:
         Views of both weights, [experts, row bytes / 128, rows, 64].
+
     """
     del cache_permute_indices
     weights = {"w13_weight": w13_weight, "w2_weight": w2_weight}
@@ -130,6 +133,7 @@ def align_fp4_moe_weights_for_fi(
 
     Returns:
         The four tensors and the padded intermediate size.
+
     """
     experts, hidden, packed = w2.shape
     intermediate = 2 * packed
@@ -192,6 +196,7 @@ def align_moe_weights_for_fi(
     Returns:
         Both weights, the arguments themselves without padding, and the padded
         intermediate size.
+
     """
     experts, hidden, intermediate = w2.shape
     aligned = round_up(intermediate, min_alignment)
@@ -229,6 +234,7 @@ def align_mxfp8_moe_weights_for_fi_trtllm(
 
     Returns:
         The four tensors and the padded intermediate and hidden sizes.
+
     """
     sizes = Mxfp8Sizes(w13, w2, is_act_and_mul, min_alignment, hidden_alignment)
     if not sizes.padding:
@@ -265,6 +271,7 @@ def _shuffle_deepseek_fp8_moe_weights(
 
     Returns:
         New tensors, FP8 [experts, columns / 128, rows, 128] (BlockMajorK).
+
     """
     return block_major_fp8(w13, w2, swap=False, overwrite=False)
 
@@ -286,6 +293,7 @@ def _shuffle_mxfp8_moe_weights(
 
     Returns:
         New tensors of the same shapes, weights as float8_e4m3fn.
+
     """
     return shuffled_mxfp8(
         w13, w2, w13_scale, w2_scale, interleave=is_gated, overwrite=False
@@ -319,6 +327,7 @@ def prepare_fp8_moe_layer_for_fi(
 
     Returns:
         w13, w2, w13_scale, w2_scale.
+
     """
     config = layer.moe_config
     gated = layer.activation.is_gated

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Marlin repack of FP4 experts, in place for a layer's own parameter."""
 
 import torch
@@ -25,6 +26,7 @@ def _repack_marlin_experts(
 
     Returns:
         int32 [experts, size_k / 16, 2 * size_n].
+
     """
 
     def repack(expert: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MXFP8 expert weights and scales in the layout of FlashInfer's TRT-LLM kernel."""
 
 from typing import Any
@@ -99,6 +100,7 @@ def shuffled_mxfp8(
         swap: first make [up; gate] of w13's [gate; up].
         sizes: pad to these before all else.
         overwrite: convert in place what does not grow.
+
     """
     halves = 2 if swap or interleave else 1
     up: dict[str, Any] = dict(

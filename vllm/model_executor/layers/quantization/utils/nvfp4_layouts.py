@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NVFP4 expert weights in the layouts of FlashInfer's and CUTLASS kernels."""
 
 import torch
@@ -113,6 +114,7 @@ def swizzled_nvfp4(
         backend: for the error message.
 
     Returns w13, w13 scale, w2, w2 scale.
+
     """
     check_experts("w13", w13, BYTE_DTYPES, (None, w13_scale.shape[1], None))
     check_experts("w2", w2, BYTE_DTYPES)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton executor of `weight_permutation`.
 
 Into a new tensor: one gather kernel for all experts. In place: the permutation
