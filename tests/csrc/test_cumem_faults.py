@@ -8,9 +8,8 @@ driver refuses to take back is the subject of test_cumem_leftovers.py.
 
 from __future__ import annotations
 
-import re
-
 import pytest
+import regex as re
 from cumem_harness import GRANULARITY, MIB, ROOT, UNKNOWN_ERROR
 
 # What one allocation calls, once the device is known, and what may fail in it.

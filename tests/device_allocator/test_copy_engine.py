@@ -18,6 +18,7 @@ class FakeRuntime:
         self.done: list[tuple[int, int, int]] = []
         self.events: dict[int, tuple[int, int]] = {}
         self.failing = ""
+        self.synchronized: list[int] = []
         self._next = 100
 
     def _check(self, name: str) -> None:
@@ -67,7 +68,6 @@ def runtime(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.device)
-    fake.synchronized = []
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronized.append)
     return fake
 

@@ -50,7 +50,7 @@ def findings(base: Base, changes: Iterable[Change]) -> list[str]:
         for path in base.paths():
             if path.startswith(_SETTINGS) or path.endswith((".py", ".pyi")):
                 _write(root / path, base.read(path))
-        # As in upstream's hook, which has no torch: what is installed here must not matter.
+        # As in upstream's hook, which has no torch: what is installed does not matter.
         settings = (root / "pyproject.toml").read_text()
         settings = settings.replace("[tool.mypy]", f"[tool.mypy]\n{_ALONE}")
         (root / "pyproject.toml").write_text(settings)

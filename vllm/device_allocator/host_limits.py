@@ -67,6 +67,7 @@ def processors_near(device: int, root: Path = Path("/")) -> set[int]:
 
     Args:
         device: index of the GPU.
+        root: where the system's files are.
 
     """
     allowed = os.sched_getaffinity(0)

@@ -138,9 +138,8 @@ def load_reported(pool: AbstractContextManager) -> Iterator[None]:
     watch = None
     with pool:
         owner = open_owner()
-        if owner is not None and extension is not None:
-            if hasattr(extension, "counters"):
-                watch = LoadWatch(extension, owner)
+        if owner is not None and extension and hasattr(extension, "counters"):
+            watch = LoadWatch(extension, owner)
         yield
     if watch is not None:
         _last = watch.report()

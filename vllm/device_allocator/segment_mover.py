@@ -200,6 +200,7 @@ class SegmentMover:
         """Undo a failed sleep of segments that were all mapped.
 
         Args:
+            segments: as they were before.
             earlier: the host copies from before the sleep, which are not dropped.
 
         """

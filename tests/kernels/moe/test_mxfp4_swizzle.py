@@ -11,6 +11,8 @@ from tests.kernels.moe.conversion_cases import FORMATS, Inputs, model_case
 from tests.kernels.moe.conversion_oracle import check_case
 from vllm.model_executor.layers.quantization.utils import mxfp4_layouts
 
+pytest_plugins = ["tests.kernels.moe.interpreted_kernels"]
+
 SMALL = dict(format="mxfp4_swizzle", experts=3, hidden=128, intermediate=64, gated=True)
 
 

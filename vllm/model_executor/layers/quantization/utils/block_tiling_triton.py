@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import triton
-import triton.language as tl
 
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     Conversion,
     Tiling,
 )
+from vllm.triton_utils import tl, triton
 
 MAX_BLOCK_BYTES = 64 * 1024  # what a program can hold, and turn in shared memory
 

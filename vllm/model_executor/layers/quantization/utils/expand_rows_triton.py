@@ -13,8 +13,8 @@ flags.
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+from vllm.triton_utils import tl, triton
 
 GROUP_BYTES = 32 * 1024  # what one program holds in registers
 MAX_ROW_BYTES = 64 * 1024

@@ -146,13 +146,16 @@ def prepare_nvfp4_moe_layer_for_fi_or_cutlass(
     tensor, and a parameter it came from is released at once.
 
     Args:
+        backend: whose layout it is.
+        layer: its `moe_config` learns the padded sizes.
         w13: packed FP4 bytes [experts, (2 *) intermediate, hidden / 2].
         w13_scale: float8_e4m3fn [experts, (2 *) intermediate, hidden / 16].
+        w13_scale_2: per-tensor scales, returned as they are.
+        a13_scale: activation scales, one for all experts where the backend shares them.
         w2: packed FP4 bytes [experts, hidden, intermediate / 2].
         w2_scale: float8_e4m3fn [experts, hidden, intermediate / 16].
-        w13_scale_2, w2_scale_2: per-tensor scales, returned as they are.
-        a13_scale, a2_scale: activation scales, one for all experts where the
-            backend shares them.
+        w2_scale_2: as w13_scale_2.
+        a2_scale: as a13_scale.
         is_act_and_mul: w13 holds [gate; up].
         trtllm_hidden_alignment: multiple of the hidden size for TRT-LLM.
 

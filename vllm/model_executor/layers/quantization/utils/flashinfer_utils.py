@@ -226,11 +226,14 @@ def align_mxfp8_moe_weights_for_fi_trtllm(
     Weights are padded with 0, scales with 127, which stands for 1.0.
 
     Args:
-        w13, w2: as in `align_moe_weights_for_fi`.
-        w13_scale, w2_scale: uint8, one scale per block of columns, [experts, rows,
-            blocks] or [experts, rows * blocks]; the result has as many dimensions.
-        min_alignment, hidden_alignment: multiples for the intermediate and the
-            hidden size.
+        w13: FP8 [experts, (2 *) intermediate, hidden].
+        w2: FP8 [experts, hidden, intermediate].
+        w13_scale: uint8, one scale per block of columns, [experts, rows, blocks] or
+            [experts, rows * blocks]; the result has as many dimensions.
+        w2_scale: as w13_scale.
+        is_act_and_mul: w13 holds two projections.
+        min_alignment: multiple for the intermediate size.
+        hidden_alignment: multiple for the hidden size.
 
     Returns:
         The four tensors and the padded intermediate and hidden sizes.
@@ -288,7 +291,8 @@ def _shuffle_mxfp8_moe_weights(
     Args:
         w13: FP8 [experts, (2 *) intermediate, hidden].
         w2: FP8 [experts, hidden, intermediate].
-        w13_scale, w2_scale: UE8M0 bytes, [experts, rows, columns / 32].
+        w13_scale: UE8M0 bytes, [experts, rows, columns / 32].
+        w2_scale: as w13_scale.
         is_gated: interleave the rows of the two projections of w13.
 
     Returns:
@@ -321,8 +325,10 @@ def prepare_fp8_moe_layer_for_fi(
         layer: has `activation`, `moe_config`, and perhaps `weight_block_size`.
         w13: FP8 [experts, (2 *) intermediate, hidden], gate before up.
         w2: FP8 [experts, hidden, intermediate].
-        w13_scale, w2_scale: the weights' scales.
-        w13_input_scale, w2_input_scale: needed per tensor with TRT-LLM.
+        w13_scale: of w13.
+        w13_input_scale: needed per tensor with TRT-LLM.
+        w2_scale: of w2.
+        w2_input_scale: as w13_input_scale.
         is_trtllm: for the TRT-LLM kernel, else for CUTLASS.
 
     Returns:

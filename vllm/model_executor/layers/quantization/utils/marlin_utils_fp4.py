@@ -21,7 +21,8 @@ def _repack_marlin_experts(
     Args:
         weight: packed FP4 bytes [experts, size_n, size_k / 2]; overwritten if it is a
             contiguous parameter.
-        size_n, size_k: output and input size of each expert.
+        size_n: output size of each expert.
+        size_k: input size of each expert.
         is_a_8bit: activations have eight bits.
 
     Returns:
