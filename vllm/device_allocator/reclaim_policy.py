@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """When a load should give stranded memory back to the device.
 
 Draining returns what is free in pools that nothing is allocated from any more. It waits

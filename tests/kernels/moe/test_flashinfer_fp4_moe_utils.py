@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NVFP4 MoE conversions: equal to the released vllm, in place, and safe."""
 
 import pytest
