@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.rehearsal import __main__ as command
+from tools.rehearsal import run
 from tools.rehearsal.jobs import Failure, Job, OptionError, Outcome
 from tools.rehearsal.models import ModelError, model_folder
 from tools.rehearsal.packages import Variant
@@ -88,6 +89,11 @@ def test_nothing_stranded_is_not_less_than_nothing(card):
     outcome = Outcome(loads=True, live=(1 << 30) + 1, mapped=1 << 30)
     answer = Answer(Variant("fork", True, None, "1+x"), Verdict.LOADS, [outcome])
     assert "-0.00" not in table([answer])
+
+
+def test_a_program_that_is_not_there(capfd):
+    assert run.main(["--card", "h200", "--", "no-such-program"]) == command.USAGE
+    assert "no-such-program does not start" in capfd.readouterr().err
 
 
 def test_the_series_says_which_package_is_missing(tmp_path):

@@ -81,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BuildError, CardError) as error:
         print(f"rehearsal: {error}", file=sys.stderr)
         return 2
-    return subprocess.run(command, env=env).returncode
+    try:
+        return subprocess.run(command, env=env).returncode
+    except OSError as error:
+        print(f"rehearsal: {command[0]} does not start: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
