@@ -175,7 +175,9 @@ def _git(words: list[str]) -> None:
     for word in words[1:]:
         option = word.partition("=")[0]
         name = re.escape(option.removeprefix("--"))
-        if option.startswith("--") and not re.search(rf"--(\[no-\])?{name}(?!\w)", said):
+        if option.startswith("--") and not re.search(
+            rf"--(\[no-\])?{name}(?!\w)", said
+        ):
             raise CommandError(f"git {words[0]} has no option {option}")
 
 

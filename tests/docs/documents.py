@@ -15,12 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What a command starts with; another program fails the test that meets it in a shell
 # block, so that nothing is passed over.
-PROGRAMS = r"(\$ |\w+=\S+ )*(\.venv/bin/|python3? |pip |make |vllm |curl |git |pytest |docker )"
+PROGRAMS = (
+    r"(\$ |\w+=\S+ )*"
+    r"(\.venv/bin/|python3? |pip |make |vllm |curl |git |pytest |docker )"
+)
 # A code span that is a command, and not a text that begins with a program's name.
 SPAN = (
-    r"(\w+=\S+ )*(\.venv/bin/\w+ |python3? -m |python3? \S+\.py|pip install |make [a-z]+$"
-    r"|vllm serve |git [a-z]+ -|git clone |pytest \S*/)"
+    r"(\w+=\S+ )*(\.venv/bin/\w+ |python3? -m |python3? \S+\.py|pip install "
+    r"|make [a-z]+$|vllm serve |git [a-z]+ -|git clone |pytest \S*/)"
 )
+COMMENT = r"<!--\s*(\w+)(?::\s*(.*?))?\s*-->\s*"
 SHELL = {"bash", "console", "sh", "shell"}
 
 
@@ -51,7 +55,7 @@ def blocks(text: str, page: Path) -> list[Block]:
     for token in MarkdownIt().enable("table").parse(text):
         line = token.map[0] + 1 if token.map else 0
         if token.type == "html_block":
-            comment = re.fullmatch(r"<!--\s*(\w+)(?::\s*(.*?))?\s*-->\s*", token.content, re.S)
+            comment = re.fullmatch(COMMENT, token.content, re.S)
             mode, reason = (comment[1], comment[2] or "") if comment else ("", "")
             continue
         if token.type in ("fence", "code_block"):

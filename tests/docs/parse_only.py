@@ -47,8 +47,8 @@ def parse_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
 
 
 def main() -> None:
-    setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
-    setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    argparse.ArgumentParser.parse_known_args = parse_known_args
+    argparse.ArgumentParser.parse_args = parse_args
     del sys.argv[0]
     sys.path[0] = os.getcwd()
     if sys.argv[0] == "-m":

@@ -40,7 +40,9 @@ def test_commands_would_run(block):
 def scratch(tmp_path_factory) -> Path:
     """A copy of the repository, so that a command may write."""
     folder = tmp_path_factory.mktemp("clone") / "fork"
-    leave = shutil.ignore_patterns(".git", ".venv", "build", "dist", ".*_cache", "*.pyc")
+    leave = shutil.ignore_patterns(
+        ".git", ".venv", "build", "dist", ".*_cache", "*.pyc"
+    )
     shutil.copytree(ROOT, folder, ignore=leave)
     return folder
 

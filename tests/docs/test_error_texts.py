@@ -37,7 +37,9 @@ BEHIND = {"git ...: ...", "CMake installed ... of ..., not one", "...: ..."}
 def quoted(page: str) -> list[str]:
     """The texts in the first column of the tables."""
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    return [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    return [
+        text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
 
 
 def sources() -> list[Path]:
@@ -59,7 +61,9 @@ def test_a_quoted_text_is_in_the_sources(text, literals):
 def test_a_text_of_vllm_is_in_vllm(text):
     package = Path(importlib.util.find_spec("vllm").origin).parent
     files = (package / "v1/worker").glob("*.py")
-    assert any(matches(text, found) for file in files for found in string_literals(file))
+    assert any(
+        matches(text, found) for file in files for found in string_literals(file)
+    )
 
 
 @pytest.mark.parametrize("path", TOLD, ids=lambda path: path.name)

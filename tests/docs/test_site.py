@@ -62,7 +62,10 @@ def test_every_page_is_reachable(site):
 
 def test_a_diff_is_shown_as_one(site):
     # Pygments' class of an added line.
-    assert '<span class="gi">+' in (site / "patches/0003-pool-generations.html").read_text()
+    assert (
+        '<span class="gi">+'
+        in (site / "patches/0003-pool-generations.html").read_text()
+    )
 
 
 def applied(*changes: Change) -> Applied:

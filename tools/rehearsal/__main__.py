@@ -129,7 +129,9 @@ def _require_folders(*paths: Path | None) -> None:
     """PathError for a file that could not be written: before the work, not after."""
     for path in filter(None, paths):
         if not path.resolve().parent.is_dir():
-            raise PathError(f"there is no folder {path.resolve().parent} for {path.name}")
+            raise PathError(
+                f"there is no folder {path.resolve().parent} for {path.name}"
+            )
 
 
 def _deciding(answers: list[Answer]) -> Answer:

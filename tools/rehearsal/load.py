@@ -46,11 +46,11 @@ def engine_arguments(job: Job) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise OptionError(f"vLLM refuses an option: {message}")
+    def refuse(message: str) -> NoReturn:
+        raise OptionError(f"vLLM refuses an option: {message}")
 
-    parser = EngineArgs.add_cli_args(Parser())
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    parser.error = refuse
     options = [f"--model={job.model}", *FIXED_OPTIONS, *job.options]
     if job.sleep:
         options.append("--enable-sleep-mode")

@@ -18,8 +18,8 @@ def built_in_models() -> list[str]:
 def model_folder(model: str, scratch: Path) -> Path:
     """The folder with the config.json of `model`.
 
-    `model` is a folder, its config.json, or a built-in name, for which one is written under
-    `scratch`. Only the shapes count: weights are dummies in either case.
+    `model` is a folder, its config.json, or a built-in name, for which one is
+    written under `scratch`. Only the shapes count: weights are dummies in either case.
     """
     built_in = MODELS / f"{model}.json"
     if built_in.is_file():

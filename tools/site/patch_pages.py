@@ -31,8 +31,8 @@ def overview(applied: Sequence[Applied], version: str) -> str:
     lines = [
         "# Patches",
         "",
-        f"In the order in which they go onto vLLM {version}. Lines are added and removed "
-        "ones of upstream's files; new files are ours as a whole. "
+        f"In the order in which they go onto vLLM {version}. Lines are added and "
+        "removed ones of upstream's files; new files are ours as a whole. "
         "[The series](../series.md) says how patches are written and applied.",
         "",
         "| patch | does | lines | new files | can go when |",
@@ -48,7 +48,9 @@ def overview(applied: Sequence[Applied], version: str) -> str:
             str(len(new)),
             escape(patch.goes_when),
         )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -80,9 +82,8 @@ def page(done: Applied, version: str) -> str:
         text = change.after.decode()
         summary = f"{change.path} ({len(text.splitlines())} lines)"
         block = _fenced(_language(change.path), text)
-        parts.append(
-            f'<details markdown="1"><summary>{summary}</summary>\n\n{block}\n\n</details>'
-        )
+        head = f'<details markdown="1"><summary>{summary}</summary>'
+        parts.append(f"{head}\n\n{block}\n\n</details>")
     return "\n\n".join(parts) + "\n"
 
 
