@@ -60,10 +60,13 @@ class LoadOnly(Exception):
 
 
 class Meter:
-    """Follows the card's used memory, sampled every 2 ms."""
+    """Follows the current card's used memory, sampled every 2 ms."""
 
     def __init__(self) -> None:
+        import torch
+
         self.peak = 0.0
+        self._device = torch.cuda.current_device()
         self._start = self._read()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -74,6 +77,9 @@ class Meter:
         return total - free
 
     def _watch(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)  # a new thread starts on the first one
         while True:
             self.peak = max(self.peak, self.used())
             time.sleep(0.002)
@@ -97,6 +103,17 @@ def model_folder(shape: str, layers: int | None) -> str:
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def write_checkpoint(folder: str) -> None:
+    """Random weights for the folder's config.json, as safetensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def measure_worker(meter: Meter, result: dict[str, Any], load_only: bool) -> None:
@@ -162,9 +179,12 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
 
     measure_worker(meter, result, args.load_only)
     share = args.card * GIB / torch.cuda.mem_get_info()[1] if args.card else 1.0
+    folder = model_folder(args.shape, args.layers)
+    if args.level == 2 and folder != args.shape:
+        write_checkpoint(folder)
     options: dict[str, Any] = {
-        "model": model_folder(args.shape, args.layers),
-        "load_format": "dummy",
+        "model": folder,
+        "load_format": "safetensors" if args.level == 2 else "dummy",
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "gpu_memory_utilization": args.utilization * share,
@@ -183,11 +203,13 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
     for _ in range(args.cycles):
         row: dict[str, Any] = {}
         start = time.perf_counter()
-        llm.sleep(level=1)
+        llm.sleep(level=args.level)
         row["sleep_s"] = round(time.perf_counter() - start, 2)
         row["asleep"] = meter.used()
         start = time.perf_counter()
         llm.wake_up()
+        if args.level == 2:
+            llm.collective_rpc("reload_weights")
         torch.cuda.synchronize()
         row["wake_s"] = round(time.perf_counter() - start, 2)
         row["awake"] = meter.used()
@@ -203,6 +225,8 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="keep only the first layers")
     add("--sleep", action="store_true", help="enable sleep mode, sleep and wake")
     add("--cycles", type=int, default=3, help="sleep and wake so often (default 3)")
+    level = "2: keep nothing, reload the weights from a folder's or a made checkpoint"
+    add("--level", type=int, choices=(1, 2), default=1, help=level)
     add("--card", type=float, default=0.0, metavar="GIB", help="a smaller card")
     add("--utilization", type=float, default=0.9, help="of the (smaller) card")
     add("--quantization", help="vLLM's argument, such as fp8")
@@ -253,7 +277,9 @@ def capability_without_cuda() -> Iterator[None]:
         torch.cuda.get_device_capability = real
 
 
-def serve() -> None:
+def serve_forked(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], dict]
+) -> None:
     """Import once, then fork a child for each line of arguments; answer in JSON."""
     with capability_without_cuda():
         for name in PRELOADED:
@@ -261,7 +287,7 @@ def serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            result = run(parser().parse_args(shlex.split(line)))
+            result = run(parser.parse_args(shlex.split(line)))
             print(json.dumps(result), flush=True)
             os._exit(0)  # an engine's shutdown can hang, or print after the result
         deadline = time.monotonic() + 240
@@ -277,7 +303,7 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if args.serve:
-        return serve()
+        return serve_forked(parser(), run)
     if not args.shape:
         parser().error("which shape?")
     print(json.dumps(run(args)), flush=True)

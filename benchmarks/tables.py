@@ -5,7 +5,7 @@ python benchmarks/tables.py
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def load_peak() -> str:
                 row.get("peak", "-"),
                 row.get("end", "-"),
                 row.get("live", "-"),
-                row["smallest_card"],
+                row.get("smallest_card", "-"),
             )
             for row in read("load_peak.jsonl")
         ),
@@ -52,6 +52,8 @@ def model(row: Row) -> str:
 
 
 def whole_card() -> str:
+    """vLLM's own loader on the whole card. Rows of the fork with an asterisk have the
+    in-place conversions; the others have the pool patches alone."""
     head = ("model", "mode", "load peak", "after load", "KV cache", "digest", "cycles")
     rows = []
     for row in read("engine.jsonl"):
@@ -85,6 +87,8 @@ def small_cards() -> str:
 
 
 def conversions() -> str:
+    """Conversions of one layer: live bytes at most and at rest in multiples of the
+    layer, and the time also as a multiple of copying the layer once."""
     head = (
         "conversion",
         "MiB",
@@ -133,6 +137,27 @@ PAGES = {
     "rehearsal.md": (fidelity,),
 }
 DOCS = RESULTS.parents[1] / "docs"
+FILES = {
+    load_peak: ("load_peak.jsonl",),
+    whole_card: ("engine.jsonl",),
+    small_cards: ("engine.jsonl",),
+    conversions: ("conversions.jsonl",),
+    fidelity: ("engine.jsonl", "rehearsed.jsonl"),
+}
+
+
+def provenance(make: Callable[[], str]) -> list[str]:
+    """On what the rows of a table ran, one line each: measured or rehearsed, the card
+    (or that it was simulated), torch, and the commands."""
+    lines = []
+    for name in FILES[make]:
+        rows = read(name)
+        for gpu, torch in sorted({(row["gpu"], row["torch"]) for row in rows}):
+            same = [r for r in rows if (r["gpu"], r["torch"]) == (gpu, torch)]
+            how = "Rehearsed" if gpu.startswith("simulated") else "Measured"
+            commands = dict.fromkeys(f"`{row['command']}`" for row in same)
+            lines.append(f"{how} on one {gpu}, torch {torch}: {', '.join(commands)}")
+    return lines
 
 
 def fill(page: str) -> str:

@@ -18,7 +18,8 @@ import sys
 import types
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
 OUT_OF_MEMORY = 2
@@ -56,13 +57,12 @@ class Build:
             if shutil.which(tool) is None:
                 raise Unavailable(f"{tool} not found: install CMake and a C++ compiler")
         include = cuda_include()
-        key = f"{ROOT}\n{sys.executable}\n{include}".encode()
+        key = f"{HERE}\n{sys.executable}\n{include}".encode()
         self.folder = cache / hashlib.sha256(key).hexdigest()[:12]
         configure = [
             "cmake",
-            f"-S{ROOT}",
+            f"-S{HERE}",
             f"-B{self.folder}",
-            "-DCUMEM_TESTS=ON",
             f"-DCUDA_INCLUDE={include}",
             f"-DPython3_EXECUTABLE={sys.executable}",
         ]
@@ -70,11 +70,12 @@ class Build:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
-        self.extension = self.folder / "cumem_allocator.abi3.so"
-        tests = self.folder / "tests" / "csrc"
-        self.fake_driver = tests / "fake_driver" / "libcuda.so.1"
-        self.empty_driver = tests / "empty_driver" / "libcuda.so.1"
-        self.stress = {name: tests / f"stress_{name}" for name in ("address", "thread")}
+        self.extension = self.folder / "cumem" / "cumem_allocator.abi3.so"
+        self.fake_driver = self.folder / "fake_driver" / "libcuda.so.1"
+        self.empty_driver = self.folder / "empty_driver" / "libcuda.so.1"
+        self.stress = {
+            name: self.folder / f"stress_{name}" for name in ("address", "thread")
+        }
 
 
 class FakeDriver:

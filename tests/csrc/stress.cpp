@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "cumem/allocator.h"
+#include "allocator.h"
 #include "fake_driver.h"
 
 namespace {

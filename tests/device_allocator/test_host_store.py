@@ -4,6 +4,7 @@ import logging
 import mmap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,6 +243,16 @@ def test_sleep_does_not_wait_for_all_of_the_preparation(driver):
     before = driver.registered
     cycle(store, [MIB])
     assert before == 0 and driver.registered < 50
+
+
+def test_preparation_ends_with_the_interpreter(driver, monkeypatch):
+    """Its thread is waited for there."""
+    ended = SimpleNamespace(is_alive=lambda: False)
+    monkeypatch.setattr(host_store.threading, "main_thread", lambda: ended)
+    store = HostStore(driver, "prepare")
+    store.prepare([MIB] * 5)
+    store.wait_until_prepared()
+    assert not driver.registered
 
 
 @pytest.mark.parametrize("policy", ["keep", "release", "pageable"])

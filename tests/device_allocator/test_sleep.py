@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.device_allocator.fake_extension import FakeExtension
-from vllm.device_allocator import cumem
+from vllm.device_allocator import cumem, sleeper
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.segment_table import Segment
+from vllm.device_allocator.sleep_report import shortage
 
 CONTENT = {
     0x1000: ("weights", b"first weights"),
@@ -23,9 +24,9 @@ def extension(monkeypatch):
     fake = FakeExtension()
     monkeypatch.setattr(cumem, "create_and_map", fake.create_and_map)
     monkeypatch.setattr(cumem, "unmap_and_release", fake.unmap_and_release)
-    monkeypatch.setattr(cumem, "libcudart", fake)
-    monkeypatch.setattr(cumem, "cumem_available", False)
-    monkeypatch.setattr(cumem, "gc", SimpleNamespace(collect=lambda: None))
+    monkeypatch.setattr(sleeper, "libcudart", fake)
+    monkeypatch.setattr(sleeper, "cumem_available", False)
+    monkeypatch.setattr(sleeper, "gc", SimpleNamespace(collect=lambda: None))
     for address, (tag, content) in CONTENT.items():
         fake.allocate(address, tag, content)
     return fake
@@ -33,13 +34,13 @@ def extension(monkeypatch):
 
 @pytest.fixture
 def logged():
-    """The messages of the allocator's logger, whether or not it propagates."""
+    """The messages of the logger of sleep and wake, whether or not it propagates."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    cumem.logger.addHandler(handler)
+    sleeper.logger.addHandler(handler)
     yield messages
-    cumem.logger.removeHandler(handler)
+    sleeper.logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_shortage_counts_by_tag_what_is_asleep(allocator, extension):
         for size, tag in [(1, "weights"), (2, "weights"), (4, "kv_cache")]
     ]
     mapped = asleep[0]._replace(asleep=False)
-    text = cumem.shortage([*asleep, mapped])
+    text = shortage([*asleep, mapped])
     assert "3.00 GiB for weights, 4.00 GiB for kv_cache" in text
 
 
@@ -230,3 +231,20 @@ def test_pointer_to_data_is_a_copy(allocator, extension):
     assert data[0x2000].cpu_backup_tensor is None
     data.clear()
     assert allocator.pointer_to_data
+
+
+def test_moves_are_counted_by_operation(allocator, extension):
+    size = {tag: 0 for tag, _ in CONTENT.values()}
+    for tag, content in CONTENT.values():
+        size[tag] += len(content)
+    allocator.discard("kv_cache")
+    allocator.sleep(offload_tags=("weights",))
+    allocator.wake_up()
+    moves = allocator.take_moves()
+    assert {name: (m["copied"], m["emptied"]) for name, m in moves.items()} == {
+        "discard": (0, size["kv_cache"]),
+        "sleep": (size["weights"], size["runtime"]),
+        "wake": (size["weights"], size["runtime"] + size["kv_cache"]),
+    }
+    assert all(m["seconds"] > 0 for m in moves.values())
+    assert allocator.take_moves() == {}

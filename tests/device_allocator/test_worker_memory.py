@@ -42,3 +42,10 @@ def test_other_allocators_are_measured_on_the_device(monkeypatch):
 def test_a_load_prepares(allocator):
     worker_memory.prepare_sleep()
     assert allocator.prepared == 1
+
+
+def test_the_end_of_a_worker_gives_host_memory_back(allocator):
+    released = []
+    allocator.release_host_memory = lambda: released.append(True)
+    worker_memory.release_host_memory()
+    assert released == [True]

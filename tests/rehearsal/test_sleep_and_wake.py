@@ -66,7 +66,8 @@ lost = tensors("kv_cache", [12 * MIB, 14 * MIB])
 expected = contents(kept)
 # What a failing call must do: raise, or let the cycle end well.
 harmless = {
-    "cuThreadExchangeStreamCaptureMode", "cudaEventDestroy", "cudaHostRegister",
+    "cuThreadExchangeStreamCaptureMode", "cudaThreadExchangeStreamCaptureMode",
+    "cudaEventDestroy", "cudaHostRegister",
     "cudaHostUnregister", "cudaGetLastError", "cudaGetErrorName", "cuGetErrorName",
 }
 
@@ -281,6 +282,23 @@ def test_host_memory_policies(run):
         "prepare": [2, 0, both, both, True],
         "pageable": [0, 0, 0, 0, True],
     }
+
+
+def test_memory_is_prepared_while_a_graph_is_captured(run):
+    """As after a load: registering must not invalidate the capture."""
+    result = run("""
+        weights = tensors("weights", [30 * MIB, 5 * MIB])
+        mover = allocator._mover
+        store = mover.store = HostStore(mover.store._runtime, "prepare")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            allocator.prepare_sleep()
+            store.wait_until_prepared()
+            prepared = store.registered_bytes
+            store.release_free()
+        answer(prepared=prepared, left=store.registered_bytes)
+    """).check()
+    assert result.answer == {"prepared": 50 << 20, "left": 0}
 
 
 def test_cycles_leave_nothing_behind(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tools.series import fetch
+from tools.series.checkout import apply_to_checkout
+from tools.series.cli import ROOT
 from tools.series.errors import Refusal
 from tools.series.manifest import load
 from tools.series.series import apply_series, final
@@ -176,3 +179,23 @@ def released_wheel() -> Path:
 @pytest.fixture(scope="session")
 def source_archive() -> Path:
     return fetch.source_archive(VERSION)
+
+
+@pytest.fixture(scope="session")
+def checkout(
+    source_archive: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_git: Callable[..., str],
+) -> Path:
+    """A git tree of the source archive with the series on it."""
+    parent = tmp_path_factory.mktemp("checkout")
+    with tarfile.open(source_archive) as source:
+        source.extractall(parent, filter="data")
+    (folder,) = parent.iterdir()
+    run_git(folder, "init", "-q")
+    run_git(folder, "config", "user.name", "A Tester")
+    run_git(folder, "config", "user.email", "tester@example.com")
+    run_git(folder, "add", "-A", "-f")
+    run_git(folder, "commit", "-qm", "base")
+    apply_to_checkout(load(ROOT, allow_unowned=True), folder)
+    return folder

@@ -32,13 +32,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def pip_that_saves(content: bytes, name: str = NAME, said: str = "") -> Any:
+def pip_that_saves(content: bytes, name: str = NAME) -> Any:
     calls = []
 
     def pip(folder: Path, wanted: str, options: list[str]) -> str:
         calls.append(wanted)
-        if said and not wanted.startswith("vllm @"):
-            return said
         (folder / name).write_bytes(content)
         return ""
 
@@ -53,14 +51,32 @@ def test_fetches_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pip.calls == ["vllm==0.33.0"]
 
 
-def test_takes_the_archive_by_its_address(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_pip_saves_an_archive_without_running_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    address = "https://files.example/vllm-0.33.0.tar.gz"
-    pip = pip_that_saves(b"released", "vllm-0.33.0.tar.gz", f"Using ({address}) x")
-    monkeypatch.setattr(fetch, "_pip", pip)
-    assert fetch.source_archive("0.33.0").read_bytes() == b"released"
-    assert pip.calls == ["vllm==0.33.0", f"vllm @ {address}"]
+    """Its setup.py would need torch, and says another version without a device."""
+    top, index = tmp_path / "vllm-0.33.0", tmp_path / "index"
+    files = {
+        "PKG-INFO": "Metadata-Version: 2.4\nName: vllm\nVersion: 0.33.0\n",
+        "setup.py": f"open({str(tmp_path / 'ran')!r}, 'w')",
+        "pyproject.toml": '[build-system]\nrequires = ["torch==0"]\n'
+        'build-backend = "setuptools.build_meta"\n',
+    }
+    top.mkdir()
+    index.mkdir()
+    for name, text in files.items():
+        (top / name).write_text(text)
+    archive = index / "vllm-0.33.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as target:
+        target.add(top, top.name)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    fetch.LOCK.write_text(
+        f'["0.33.0".source]\nname = "{archive.name}"\nsha256 = "{digest}"\n'
+    )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert fetch.source_archive("0.33.0") == cache / archive.name
+    assert not (tmp_path / "ran").exists()
 
 
 def test_refuses_another_hash(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +109,7 @@ def test_compiles_the_extension() -> None:
         assert symbol in compiled
 
 
-def test_compiles_nothing_where_no_patch_replaces_the_source(world: Any) -> None:
+def test_compiles_nothing_where_no_patch_brings_the_source(world: Any) -> None:
     world.patch("")
     assert extension.compile_extension(load(world.repo)) is None
 
@@ -101,9 +117,9 @@ def test_compiles_nothing_where_no_patch_replaces_the_source(world: Any) -> None
 def test_says_what_the_compiler_lacks(
     world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    world.ours("csrc/cumem_allocator.cpp", "// ours\n")
+    world.ours("csrc/cumem/extension.cpp", "// ours\n")
     world.ours("CMakeLists.txt", "project(x LANGUAGES NONE)\nfind_it()\n")
-    world.patch("[[replace_files]]\npaths = ['csrc/cumem_allocator.cpp']")
+    world.patch("[[new_files]]\npaths = ['csrc/cumem/extension.cpp']")
     series = load(world.repo)
     monkeypatch.setattr(extension, "_cuda_include", lambda: tmp_path)
     with pytest.raises(Refusal, match="find_it"):

@@ -23,11 +23,9 @@ def checkout(world: Any, run_git: Callable[..., str]) -> Path:
     run_git(world.base, "commit", "-qm", "base")
     world.edit('within = "load"\nop = "append"\ncode = "one()"')
     world.ours("vllm/new.py", "x = 1\n")
-    world.ours("csrc/pool.cpp", "// ours\n")
+    world.ours("csrc/pool_cuda.cpp", "// ours\n")
     world.patch(
-        "[[new_files]]\npaths = ['vllm/new.py']\n"
-        "[[replace_files]]\npaths = ['csrc/pool.cpp']\n"
-        "kept_as = {'csrc/pool.cpp' = 'csrc/pool_rocm.cpp'}\n"
+        "[[new_files]]\npaths = ['csrc/pool_cuda.cpp', 'vllm/new.py']\n"
         "[[edits]]\npath = 'CMakeLists.txt'\nop = 'after'\n"
         "anchor = {command = 'set', argument = 'SRC'}\ncode = 'foo()'"
     )
@@ -54,11 +52,10 @@ def test_one_commit_per_patch(
     files = run_git(checkout, "show", "--name-only", "--format=", "HEAD").split()
     assert files == [
         "CMakeLists.txt",
-        "csrc/pool.cpp",
-        "csrc/pool_rocm.cpp",
+        "csrc/pool_cuda.cpp",
         "vllm/new.py",
     ]
-    assert (checkout / "csrc/pool_rocm.cpp").read_text() == "// upstream\n"
+    assert (checkout / "csrc/pool_cuda.cpp").read_text() == "// ours\n"
     assert (checkout / "CMakeLists.txt").read_text().endswith("csrc/pool.cpp)\nfoo()\n")
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -57,14 +56,11 @@ def test_wheel_and_archive_give_the_same_package(
     assert set(final(on_wheel)) == set(package(on_wheel))
 
 
-def test_every_changed_file_of_upstream_has_a_notice(
-    series: Series, on_archive: list[Applied]
-) -> None:
-    whole = {r.path for patch in series.patches for r in patch.replaced_files}
+def test_every_changed_file_of_upstream_has_a_notice(on_archive: list[Applied]) -> None:
     for path, change in final(on_archive).items():
         if path.endswith(".py"):
             ast.parse(change.after)
-        grafted = change.before is not None and path not in whole
+        grafted = change.before is not None
         assert (notice.WORDS.encode() in change.after) == grafted
 
 
@@ -97,27 +93,6 @@ def test_the_wheel_keeps_every_other_byte(
                 assert fork.read(name) == stock.read(info.filename)
         for name, change in final(on_wheel).items():
             assert fork.read(name) == change.after
-
-
-@pytest.fixture(scope="module")
-def checkout(
-    series: Series,
-    source_archive: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    run_git: Callable[..., str],
-) -> Path:
-    """A git tree of the source archive with the series on it."""
-    parent = tmp_path_factory.mktemp("checkout")
-    with tarfile.open(source_archive) as source:
-        source.extractall(parent, filter="data")
-    (folder,) = parent.iterdir()
-    run_git(folder, "init", "-q")
-    run_git(folder, "config", "user.name", "A Tester")
-    run_git(folder, "config", "user.email", "tester@example.com")
-    run_git(folder, "add", "-A", "-f")
-    run_git(folder, "commit", "-qm", "base")
-    apply_to_checkout(series, folder)
-    return folder
 
 
 def test_a_checkout_gets_one_commit_per_patch(

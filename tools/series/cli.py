@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.series import diff, extension, fetch, lint
+from tools.series import diff, export, extension, fetch, lint
 from tools.series.base import Base, open_base
 from tools.series.checkout import apply_to_checkout
 from tools.series.errors import Refusal
-from tools.series.manifest import Series, load
+from tools.series.manifest import Patch, Series, load
 from tools.series.series import Applied, apply_series, final
 from tools.series.wheel import PATCH_LIST, build_wheel
 
@@ -80,6 +80,19 @@ def _parser() -> argparse.ArgumentParser:
     apply.add_argument("checkout", type=Path, metavar="CHECKOUT")
     apply.set_defaults(run=_apply)
 
+    mails = commands.add_parser("export", help="mails for upstream, with a cover")
+    mails.add_argument(
+        "--base",
+        required=True,
+        metavar="CHECKOUT",
+        help="upstream's source tree, under git or not, its archive, or a version",
+    )
+    mails.add_argument("--out", type=Path, required=True, metavar="DIR")
+    mails.add_argument(
+        "--patch", metavar="ID", help="only this patch and its stated predecessors"
+    )
+    mails.set_defaults(run=_export)
+
     wheel = commands.add_parser("wheel", help="build the fork's wheel")
     wheel.add_argument("--out", type=Path, default=Path("dist"), metavar="DIR")
     wheel.add_argument("--base", default=None, metavar="BASE", help="another wheel")
@@ -136,16 +149,36 @@ def _diff(series: Series, options: argparse.Namespace) -> None:
     if options.patch is None:
         changes = list(final(applied).values())
     else:
-        found = [done for done in applied if done.patch.id == options.patch]
-        if not found:
-            raise Refusal("there is no such patch", patch=options.patch)
-        changes = list(found[0].changes)
+        patch = _patch(series, options.patch)
+        changes = [c for done in applied if done.patch is patch for c in done.changes]
     sys.stdout.write(diff.unified(changes))
 
 
 def _apply(series: Series, options: argparse.Namespace) -> None:
     for done in apply_to_checkout(series, options.checkout):
         print(f"{done.patch.id}  committed  ({_count(done)})")
+
+
+def _export(series: Series, options: argparse.Namespace) -> None:
+    base = open_base(_source_path(options.base), series.bases)
+    if options.patch is not None:
+        series = series.closure(_patch(series, options.patch))
+    folder = Path(options.base) if Path(options.base).is_dir() else Path.cwd()
+    for row in export.export(series, base, export.identity(folder), options.out):
+        print(f"{row['file']}  ({row['changed_lines']} changed lines)")
+
+
+def _source_path(text: str) -> Path:
+    if text in fetch.known_versions() and not Path(text).exists():
+        return fetch.source_archive(text)
+    return Path(text)
+
+
+def _patch(series: Series, name: str) -> Patch:
+    for patch in series.patches:
+        if patch.id == name:
+            return patch
+    raise Refusal("there is no such patch", patch=name)
 
 
 def _lint(series: Series, options: argparse.Namespace) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from tools.series.errors import Refusal
 from tools.series.manifest import Series
 
-SOURCE = "csrc/cumem_allocator.cpp"
+SOURCE = "csrc/cumem/extension.cpp"
 LIBRARY = "cumem_allocator.abi3.so"
 
 
 def compile_extension(series: Series) -> bytes | None:
-    """The compiled extension, or None where no patch replaces its source."""
-    if SOURCE not in [r.path for p in series.patches for r in p.replaced_files]:
+    """The compiled extension, or None where no patch brings its source."""
+    if not any(SOURCE in patch.new_files for patch in series.patches):
         return None
     cmake = _find("cmake")
     if cmake is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from tools.series.errors import Refusal
 
 LOCK = Path(__file__).with_name("bases.toml")
+STAND_IN = Path(__file__).with_name("stand_in")
 
 
 def cache() -> Path:
@@ -39,17 +39,8 @@ def wheel(version: str) -> Path:
 def source_archive(version: str) -> Path:
     """The source archive, with csrc/, tests/ and CMakeLists.txt."""
     name, digest = _pinned(version, "source")
-    if not (cache() / name).exists():
-        # pip builds the archive's metadata to learn its version, and without a device
-        # that version has a local tag, so pip refuses what it was asked for. It says
-        # where the archive is, and takes it by that address.
-        with tempfile.TemporaryDirectory() as scratch:
-            said = _pip(Path(scratch), f"vllm=={version}", ["--no-binary=vllm"])
-        place = re.search(rf"[^\s()]+/{re.escape(name)}", said)
-        if place is None:
-            raise Refusal(f"pip does not say where the archive is:\n{said[-2000:]}")
-        return _cached(name, digest, f"vllm @ {place[0]}", [])
-    return _cached(name, digest, "", [])
+    options = ["--no-binary=vllm", "--no-build-isolation"]
+    return _cached(name, digest, f"vllm=={version}", options)
 
 
 def _lock() -> dict[str, dict[str, dict[str, str]]]:
@@ -94,7 +85,8 @@ def _check(path: Path, digest: str) -> None:
 
 def _pip(folder: Path, wanted: str, options: list[str]) -> str:
     arguments = ["download", "--no-deps", "-d", str(folder), *options, wanted]
-    env = os.environ | {"VLLM_TARGET_DEVICE": "empty"}
+    path = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(
         [*_pip_command(), *arguments],
         capture_output=True,

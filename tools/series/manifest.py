@@ -111,11 +111,14 @@ class Definitions:
 
 
 @dataclass(frozen=True)
-class ReplacedFile:
-    """A file of ours in place of upstream's, which may live on as ``kept_as``."""
+class Result:
+    """Rows of one of the tables in ``benchmarks/tables.py`` that speak of a patch.
 
-    path: str
-    kept_as: str | None = None
+    ``rows`` are what a row's first cell begins with; empty for the whole table.
+    """
+
+    table: str
+    rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,8 @@ class Patch:
     requires: tuple[str, ...] = ()
     trade_offs: str = ""
     related: str = ""
+    results: tuple[Result, ...] = ()
     new_files: tuple[str, ...] = ()
-    replaced_files: tuple[ReplacedFile, ...] = ()
     definitions: tuple[Definitions, ...] = ()
     edits: tuple[Edit, ...] = ()
 
@@ -144,9 +147,7 @@ class Patch:
 
     def paths(self) -> list[str]:
         """Every file that this patch writes."""
-        kept = [r.kept_as for r in self.replaced_files if r.kept_as]
-        replaced = [r.path for r in self.replaced_files]
-        return [*self.new_files, *replaced, *kept, *self.grafted_paths()]
+        return [*self.new_files, *self.grafted_paths()]
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Series:
 
 _TEXT = ("title", "why", "how", "tested", "goes_when")
 _OPTIONAL_TEXT = ("trade_offs", "related")
-_TABLES = ("new_files", "replace_files", "definitions", "edits")
+_TABLES = ("new_files", "definitions", "edits", "results")
 
 
 def load(root: Path, allow_unowned: bool = False) -> Series:
@@ -235,22 +236,16 @@ def _read_patch(path: Path) -> Patch:
         requires=_strings(table, "requires", name),
         **{key: _string(table, key, name) for key in _TEXT},
         **{key: _string(table, key, name, "") for key in _OPTIONAL_TEXT},
+        results=tuple(_result(row, name) for row in table.get("results", [])),
         new_files=tuple(new_files),
-        replaced_files=tuple(_replaced(table.get("replace_files", []), name)),
         definitions=tuple(_definitions(r, name) for r in table.get("definitions", [])),
         edits=tuple(_edit(row, name) for row in table.get("edits", [])),
     )
 
 
-def _replaced(rows: list[dict[str, Any]], name: str) -> Iterator[ReplacedFile]:
-    for row in rows:
-        _only(row, {"paths", "kept_as"}, name)
-        kept = row.get("kept_as", {})
-        paths = _strings(row, "paths", name)
-        if not isinstance(kept, dict) or not set(kept) <= set(paths):
-            raise Refusal("kept_as must map paths of its own table", patch=name)
-        for path in paths:
-            yield ReplacedFile(path, kept.get(path))
+def _result(row: dict[str, Any], name: str) -> Result:
+    _only(row, {"table", "rows"}, name)
+    return Result(_string(row, "table", name), _strings(row, "rows", name))
 
 
 def _definitions(row: dict[str, Any], name: str) -> Definitions:
@@ -343,8 +338,7 @@ def _check_ownership(series: Series, allow_unowned: bool) -> None:
     whole: dict[str, str] = {}
     names: dict[str, dict[str, str]] = {}
     for patch in series.patches:
-        replaced = [r.path for r in patch.replaced_files]
-        for path in (*patch.new_files, *replaced):
+        for path in patch.new_files:
             if path in whole:
                 raise Refusal(f"{whole[path]} owns it too", patch=patch.id, file=path)
             if not (series.root / path).is_file():

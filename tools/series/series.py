@@ -66,7 +66,6 @@ class _Tree:
         changes: list[Change] = []
         for path, make in (
             *((path, self._new) for path in patch.new_files),
-            *((r.path, self._replaced) for r in patch.replaced_files),
             *((path, self._grafted) for path in patch.grafted_paths()),
         ):
             if not self.base.has_sources and not path.startswith("vllm/"):
@@ -96,18 +95,6 @@ class _Tree:
             same = self._read(path) == ours
             raise Refusal(ALREADY if same else "the base has a file of this name")
         return [Change(path, None, ours)]
-
-    def _replaced(self, patch: Patch, path: str) -> list[Change]:
-        before, ours = self._read(path), self.series.ours(path)
-        if before == ours:
-            raise Refusal(ALREADY)
-        changes = [Change(path, before, ours)]
-        for kept in [r.kept_as for r in patch.replaced_files if r.path == path]:
-            if kept and self._exists(kept):
-                raise Refusal("the base has a file of this name", file=kept)
-            if kept:
-                changes.append(Change(kept, None, before))
-        return changes
 
     def _grafted(self, patch: Patch, path: str) -> list[Change]:
         before = self._read(path)

@@ -45,10 +45,11 @@ class StreamCopies:
         self._marked: set[int] = set()
 
     def start(self, device: int, target: int, source: int, size: int) -> None:
-        if device not in self._streams:
-            with _on(device):
+        # A thread that has used no device yet would make a context on the first one.
+        with _on(device):
+            if device not in self._streams:
                 self._streams[device] = self._runtime.create_stream()
-        self._runtime.copy(target, source, size, self._streams[device])
+            self._runtime.copy(target, source, size, self._streams[device])
 
     def mark(self) -> Mark:
         events: list[int] = []

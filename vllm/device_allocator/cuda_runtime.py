@@ -5,6 +5,8 @@ ctypes releases the GIL for the time of each call.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ _SIGNATURES: dict[str, list[Any]] = {
     "EventRecord": [c_void_p, c_void_p],
     "EventSynchronize": [c_void_p],
     "EventDestroy": [c_void_p],
+    "ThreadExchangeStreamCaptureMode": [POINTER(c_int)],
     "GetLastError": [],
 }
 
 _PORTABLE = 1
 _BLOCKING_WITHOUT_TIMING = 3
 _DIRECTION_FROM_ADDRESSES = 4
+_RELAXED_CAPTURE = 2
 # Ordered with the legacy stream, unlike the streams that PyTorch makes: a memset on
 # that stream just before a copy comes first.
 _ORDERED_STREAM = 0
@@ -58,13 +62,34 @@ class CudaRuntime:
         error = (self._error_name(code) or b"an error without a name").decode()
         raise RuntimeError(f"{self._prefix}{name} failed with {error} ({code})")
 
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Let this thread make calls that would invalidate another thread's capture.
+
+        Registering is harmless to a capture, but the runtime counts it among the calls
+        that it forbids to every thread while a graph is captured in the usual mode.
+        """
+        exchange = self._functions["ThreadExchangeStreamCaptureMode"]
+        mode = c_int(_RELAXED_CAPTURE)
+        relaxed = exchange(ctypes.byref(mode)) == 0
+        try:
+            yield
+        finally:
+            if relaxed:
+                exchange(ctypes.byref(mode))
+
     def register(self, address: int, size: int) -> None:
-        """Lock host memory, so that the device copies from and to it by itself."""
-        self._call("HostRegister", address, size, _PORTABLE)
+        """Lock host memory, so that the device copies from and to it by itself.
+
+        Another thread may be capturing a graph.
+        """
+        with self._beside_captures():
+            self._call("HostRegister", address, size, _PORTABLE)
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
-        self._call("HostUnregister", address)
+        with self._beside_captures():
+            self._call("HostUnregister", address)
 
     def create_stream(self) -> int:
         """A stream of the current device, ordered with its legacy stream."""

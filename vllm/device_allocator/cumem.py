@@ -2,7 +2,6 @@
 """Sleep mode's allocator on pool generations: what replaces upstream's definitions."""
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -11,37 +10,27 @@ from typing import Any
 import torch
 
 from vllm import envs
-from vllm.device_allocator import DEFERRABLE_TAGS, AllocationData
+from vllm.device_allocator import AllocationData
 from vllm.device_allocator.alloc_conf import (
     bounded_splits,
     non_expandable_allocations,
 )
-from vllm.device_allocator.copy_engine import BlockingCopies, Copies, StreamCopies
-from vllm.device_allocator.cuda_runtime import CudaRuntime, loaded_runtime
-from vllm.device_allocator.extension import cumem_available, extension, libcudart
+from vllm.device_allocator.extension import extension, libcudart
 from vllm.device_allocator.generations import PoolGenerations, open_generation
-from vllm.device_allocator.host_store import HostStore
 from vllm.device_allocator.load_report import (
     LoadReport,
     TagMemory,
     by_tag,
     last_load_report,
 )
-from vllm.device_allocator.segment_mover import MapError, SegmentMover
 from vllm.device_allocator.segment_table import (
     Segment,
     SegmentTable,
     make_segment_table,
 )
-from vllm.device_allocator.sleep_report import (
-    GIB,
-    missing_bytes,
-    residual,
-    shortage,
-    total_size,
-)
+from vllm.device_allocator.sleep_report import total_size
+from vllm.device_allocator.sleeper import Sleeper, make_mover
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import PIN_MEMORY
 
 SPLIT_LIMIT_MB = 20
 """The least that PyTorch accepts."""
@@ -58,24 +47,6 @@ def _tags(tags: tuple[str, ...] | str | None) -> tuple[str, ...]:
     if tags is None:
         return (CuMemAllocator.default_tag,)
     return (tags,) if isinstance(tags, str) else tuple(tags)
-
-
-def make_mover(table: SegmentTable) -> SegmentMover:
-    """What moves the table's segments, as this platform and the environment want it."""
-    runtime: CudaRuntime | None = None
-    if cumem_available:
-        runtime = loaded_runtime(current_platform.is_rocm())
-    store = HostStore(
-        runtime if PIN_MEMORY else None,
-        envs.VLLM_CUMEM_HOST_MEMORY,
-        envs.VLLM_CUMEM_HOST_BUDGET or None,
-    )
-    copies: Copies
-    if runtime is None or current_platform.is_rocm():
-        copies = BlockingCopies(lambda *copy: libcudart.cudaMemcpy(*copy))
-    else:
-        copies = StreamCopies(runtime)
-    return SegmentMover(table, store, copies, map_segment, unmap_segment, clear_segment)
 
 
 def map_segment(segment: Segment) -> None:
@@ -95,12 +66,18 @@ def clear_segment(segment: Segment) -> None:
 
 class CuMemAllocator:
     def __init__(self) -> None:
-        assert extension is not None
-        self._table: SegmentTable = make_segment_table(extension)
         callbacks: Any = self._table.callbacks
         self.python_malloc_callback, self.python_free_callback = callbacks
-        self._mover = make_mover(self._table)
-        self._reminded = False
+        self._mover = make_mover(self._table, map_segment, unmap_segment, clear_segment)
+        self._sleeper = Sleeper(
+            self._table, self._mover, lambda: self._generations.drain()
+        )
+
+    @cached_property
+    def _table(self) -> SegmentTable:
+        """The segments that the extension has handed out."""
+        assert extension is not None
+        return make_segment_table(extension)
 
     @cached_property
     def _allocator(self) -> torch.cuda.memory.CUDAPluggableAllocator:
@@ -145,7 +122,7 @@ class CuMemAllocator:
             segment.address: AllocationData(
                 handle=segment.allocation,
                 tag=segment.tag,
-                cpu_backup_tensor=self._host_copy(segment),
+                cpu_backup_tensor=self._mover.host_contents(segment),
                 is_asleep=segment.asleep,
             )
             for segment in self._table.segments()
@@ -158,10 +135,6 @@ class CuMemAllocator:
     def memory_by_tag(self) -> dict[str, TagMemory]:
         """Mapped and sleeping bytes of each tag that has a segment, as they are now."""
         return by_tag(self._table.segments())
-
-    def _host_copy(self, segment: Segment) -> torch.Tensor | None:
-        piece = self._mover.host_copy(segment)
-        return None if piece is None else piece.contents
 
     @contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
@@ -230,47 +203,7 @@ class CuMemAllocator:
             RuntimeError: the driver or the host refused. Every segment is mapped again,
                 with what it was to keep, and the call can be repeated.
         """
-        start = time.perf_counter()
-        kept_tags = _tags(offload_tags)
-        # What PyTorch could give back must not be copied to the host instead.
-        self._generations.drain()
-        self._mover.drop_stale_copies()
-
-        kept: list[Segment] = []
-        dropped: list[Segment] = []
-        policy_conflict = False
-        for segment in self._table.segments():
-            keep = segment.tag in kept_tags
-            has_copy = self._mover.host_copy(segment) is not None
-            if segment.asleep:
-                policy_conflict |= keep != has_copy
-            elif keep and not has_copy:
-                kept.append(segment)
-            else:
-                dropped.append(segment)
-        self._mover.suspend(kept, dropped, meanwhile=self._collect_garbage)
-        self._mover.drop_stale_copies()
-        self._report_errors()
-
-        seconds = time.perf_counter() - start
-        on_host = total_size(kept)
-        logger.info(
-            "Sleep freed %.2f GiB of device memory in %.2f s: %.2f GiB kept on the "
-            "host (%.1f GB/s), %.2f GiB discarded.",
-            (on_host + total_size(dropped)) / GIB,
-            seconds,
-            on_host / GIB,
-            on_host / 1e9 / seconds,
-            total_size(dropped) / GIB,
-        )
-        if policy_conflict:
-            logger.warning(
-                "Some segments were already asleep with another choice of what to "
-                "keep; they stay as they were put to sleep."
-            )
-        # The sleep itself has succeeded.
-        with suppress(RuntimeError):
-            logger.info("Still on the device: %s.", residual(self._table.segments()))
+        self._sleeper.sleep(_tags(offload_tags))
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
         """Free the device memory of segments with the tags; their contents are lost.
@@ -282,30 +215,7 @@ class CuMemAllocator:
             RuntimeError: the driver refused. Every segment is mapped again, and the
                 call can be repeated.
         """
-        chosen_tags = _tags(tags)
-        self._generations.drain()
-        self._mover.drop_stale_copies()
-
-        dropped: list[Segment] = []
-        policy_conflict = False
-        for segment in self._table.segments():
-            if segment.tag not in chosen_tags:
-                continue
-            if self._mover.host_copy(segment) is not None:
-                policy_conflict = True
-            elif not segment.asleep:
-                dropped.append(segment)
-        self._mover.suspend([], dropped)
-        self._report_errors()
-
-        logger.info(
-            "Discarded %.2f GiB with tags %s.", total_size(dropped) / GIB, chosen_tags
-        )
-        if policy_conflict:
-            logger.warning(
-                "Some segments to discard were already asleep with their contents on "
-                "the host; they stay as they were put to sleep."
-            )
+        self._sleeper.discard(_tags(tags))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Give segments device memory again, and their contents where they were kept.
@@ -318,62 +228,7 @@ class CuMemAllocator:
             RuntimeError: the device lacks memory, or the driver refused. Every segment
                 is asleep as before, and the call can be repeated.
         """
-        start = time.perf_counter()
-        self._generations.drain()
-        self._mover.drop_stale_copies()
-        woken: list[Segment] = []
-        restored: list[Segment] = []
-        for segment in self._table.segments():
-            deferred = (
-                tags is not None
-                and segment.tag in DEFERRABLE_TAGS
-                and segment.tag not in tags
-            )
-            has_copy = self._mover.host_copy(segment) is not None
-            if (segment.asleep or has_copy) and not deferred:
-                woken.append(segment)
-                if has_copy:
-                    restored.append(segment)
-        if missing_bytes(woken):
-            self._collect_garbage()
-        try:
-            self._mover.resume(woken)
-        except MapError as error:
-            raise RuntimeError(f"{error}. {shortage(woken)}") from error
-        self._report_errors()
-        if not woken:
-            return
-
-        lost = {s.tag for s in woken} - {s.tag for s in restored}
-        if "weights" in lost and not self._reminded:
-            self._reminded = True
-            logger.warning(
-                "The weights were put to sleep without their contents (level 2) and "
-                "are undefined now. Load them before generating, such as by "
-                "reload_weights."
-            )
-        seconds = time.perf_counter() - start
-        logger.info(
-            "Woke %.2f GiB of device memory in %.2f s, %.2f GiB of it with contents "
-            "from the host (%.1f GB/s).",
-            total_size(woken) / GIB,
-            seconds,
-            total_size(restored) / GIB,
-            total_size(restored) / 1e9 / seconds,
-        )
-
-    def _collect_garbage(self) -> None:
-        """Break cycles, and give the device back what only they kept allocated.
-
-        It takes a good part of the time of a sleep, which is why it is done beside
-        copies, and for a wake only when memory is short.
-        """
-        before = (
-            torch.accelerator.memory_allocated() if torch.cuda.is_initialized() else 0
-        )
-        gc.collect()
-        if before and torch.accelerator.memory_allocated() < before:
-            self._generations.drain()
+        self._sleeper.wake_up(tags)
 
     def prepare_sleep(self, tags: tuple[str, ...] = ("weights",)) -> None:
         """Make the host memory for the first sleep in the background.
@@ -389,11 +244,19 @@ class CuMemAllocator:
         ]
         self._mover.store.prepare(segment.size for segment in segments)
 
+    def release_host_memory(self) -> None:
+        """Give the system back the host memory that is kept for the next sleep."""
+        self._mover.store.release_free()
+
+    def take_moves(self) -> dict[str, dict[str, float]]:
+        """Bytes and seconds of the calls since the last time, by operation.
+
+        Operations are "sleep", "wake" and "discard"; each has bytes whose contents were
+        ``copied``, bytes ``emptied``, and ``seconds``.
+        """
+        return self._sleeper.totals.take()
+
     @property
     def mapped_bytes(self) -> int:
         """Bytes of device memory behind the segments that are awake."""
         return total_size(s for s in self._table.segments() if not s.asleep)
-
-    def _report_errors(self) -> None:
-        for error in self._table.take_errors():
-            logger.warning("CuMem: %s", error)

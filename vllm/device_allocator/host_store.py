@@ -97,6 +97,12 @@ def map_piece(size: int) -> HostPiece:
     return HostPiece(memory, address, size)
 
 
+def _run_on(processors: set[int]) -> None:
+    """Keep this thread on the processors; one that was taken away is no error."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, processors)
+
+
 class Reservation:
     """The memory for one sleep; `take` each piece once.
 
@@ -129,8 +135,8 @@ class Reservation:
         self._pool = ThreadPoolExecutor(
             min(max_threads, len(near), len(slices)),
             "touch",
-            os.sched_setaffinity,
-            (0, near),
+            _run_on,
+            (near,),
         )
         for piece, start in slices:
             piece.touching.append(self._pool.submit(piece.touch, start))
@@ -217,7 +223,8 @@ class HostStore:
     def prepare(self, sizes: Iterable[int]) -> None:
         """Make the memory for a sleep on a thread of its own.
 
-        Does nothing unless the policy is "prepare". Stops at the next sleep.
+        Does nothing unless the policy is "prepare". Stops at the next sleep, at
+        `release_free`, and when the interpreter ends.
         """
         if self.policy != "prepare" or self._runtime is None:
             return
@@ -237,7 +244,8 @@ class HostStore:
             reservation = Reservation(self, sizes, PREPARING_THREADS)
             try:
                 for size in sizes:
-                    if self._stop.is_set():
+                    # The interpreter's end waits for this thread.
+                    if self._stop.is_set() or not threading.main_thread().is_alive():
                         break
                     taken.append(reservation.take(size))
             finally:

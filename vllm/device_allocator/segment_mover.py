@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from vllm.device_allocator.copy_engine import Copies, Mark
 from vllm.device_allocator.host_store import HostPiece, HostStore
 from vllm.device_allocator.segment_table import Segment, SegmentTable
@@ -80,6 +82,11 @@ class SegmentMover:
         """What holds the segment's contents instead of the device, if anything does."""
         return self.host_copies.get(key_of(segment))
 
+    def host_contents(self, segment: Segment) -> torch.Tensor | None:
+        """The bytes of `host_copy`, uint8 [size], without a copy of them."""
+        piece = self.host_copy(segment)
+        return None if piece is None else piece.contents
+
     def drop_stale_copies(self) -> None:
         """Take back the host memory of segments that were freed while asleep."""
         alive = {key_of(segment) for segment in self._table.segments()}
@@ -149,7 +156,7 @@ class SegmentMover:
     def _move_to_host(
         self, segments: Sequence[Segment], meanwhile: Callable[[], None]
     ) -> None:
-        progress = _Progress(sum(segment.size for segment in segments))
+        progress = _Progress("Falling asleep", segments)
         under_way: list[tuple[list[tuple[Segment, HostPiece]], Mark]] = []
         pieces: list[HostPiece] = []
         with self.store.reserve(segment.size for segment in segments) as memory:
@@ -163,14 +170,16 @@ class SegmentMover:
                             segment.device, piece.address, segment.address, segment.size
                         )
                         filled.append((segment, piece))
-                        progress.add(segment.size)
+                        progress.add(segment, "on their way to the host")
                     under_way.append((filled, self._copies.mark()))
                 meanwhile()
+                progress.restart()
                 for filled, mark in under_way:
                     self._copies.wait(mark)
                     for segment, piece in filled:
                         self.host_copies[key_of(segment)] = piece
                         self._put_to_sleep(segment)
+                        progress.add(segment, "on the host")
             except BaseException:
                 self._copies.abandon()
                 noted = set(map(id, self.host_copies.values()))
@@ -212,6 +221,7 @@ class SegmentMover:
     def _start_to_restore(
         self, segments: Sequence[Segment], mapped: list[Segment]
     ) -> None:
+        progress = _Progress("Waking", segments)
         # Those with contents first: the others are mapped while these are copied.
         for segment in sorted(
             segments, key=lambda s: key_of(s) not in self.host_copies
@@ -230,6 +240,7 @@ class SegmentMover:
                 )
             elif segment.asleep:
                 self._clear(segment)
+            progress.add(segment, "mapped")
 
     def _unmap_again(self, segments: list[Segment]) -> None:
         for segment in segments:
@@ -246,19 +257,26 @@ class SegmentMover:
 
 
 class _Progress:
-    """Says how far a sleep is, every `PROGRESS_SECONDS`."""
+    """Says how far a sleep or a wake is, every `PROGRESS_SECONDS`."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, what: str, segments: Sequence[Segment]) -> None:
+        self._what = what
+        self._total = sum(segment.size for segment in segments)
         self._done = 0
         self._next = time.monotonic() + PROGRESS_SECONDS
 
-    def add(self, size: int) -> None:
-        self._done += size
+    def restart(self) -> None:
+        """Count from nothing again: the next step begins."""
+        self._done = 0
+
+    def add(self, segment: Segment, where: str) -> None:
+        self._done += segment.size
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PROGRESS_SECONDS
             logger.info(
-                "Falling asleep: %.1f of %.1f GB are on their way to the host.",
+                "%s: %.1f of %.1f GB are %s.",
+                self._what,
                 self._done / 1e9,
                 self._total / 1e9,
+                where,
             )

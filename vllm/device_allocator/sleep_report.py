@@ -3,12 +3,44 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
 from vllm.device_allocator.segment_table import Segment
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 GIB = 1 << 30
+
+
+class MoveTotals:
+    """Bytes and seconds of sleeps, wakes and discards, until they are taken."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, dict[str, float]] = {}
+
+    def add(self, operation: str, copied: int, emptied: int, seconds: float) -> None:
+        """Count one call.
+
+        Args:
+            operation: "sleep", "wake" or "discard".
+            copied: bytes of device memory whose contents were copied.
+            emptied: bytes of those whose contents were not.
+            seconds: how long the call took.
+        """
+        total = self._totals.setdefault(
+            operation, {"copied": 0, "emptied": 0, "seconds": 0.0}
+        )
+        total["copied"] += copied
+        total["emptied"] += emptied
+        total["seconds"] += seconds
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """The totals by operation since the last time."""
+        totals, self._totals = self._totals, {}
+        return totals
 
 
 def total_size(segments: Iterable[Segment]) -> int:
@@ -59,3 +91,9 @@ def residual(segments: Sequence[Segment]) -> str:
         f"PyTorch's other memory, {rest / GIB:.2f} GiB of contexts, libraries, "
         "communicators and other processes"
     )
+
+
+def log_residual(segments: Sequence[Segment]) -> None:
+    """Log `residual`; a device that does not say is no reason to fail a sleep."""
+    with suppress(RuntimeError):
+        logger.info("Still on the device: %s.", residual(segments))

@@ -26,7 +26,19 @@ def freed_bytes(device_wide: int, mapped_before: int | None) -> int:
     return mapped_before - now
 
 
+def take_moves() -> dict[str, dict[str, float]]:
+    """What sleep mode moved since the last time; empty if it is not in use."""
+    allocator = CuMemAllocator.instance
+    return {} if allocator is None else allocator.take_moves()
+
+
 def prepare_sleep() -> None:
     """After a load: make host memory in the background, if that is wanted."""
     if CuMemAllocator.instance is not None:
         CuMemAllocator.instance.prepare_sleep()
+
+
+def release_host_memory() -> None:
+    """At the end of a worker, whose process may go on: unlock what is kept."""
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance.release_host_memory()

@@ -384,7 +384,8 @@ def _marlin(inputs: Inputs, name: str, *arguments: Any, **options: Any) -> tuple
     case, layer = inputs.case, inputs.layer
     layer.num_experts, layer.hidden_size = case["experts"], case["hidden"]
     layer.intermediate_size_per_partition = case["intermediate"]
-    layer.params_dtype = layer.orig_dtype = torch.bfloat16
+    dtype = getattr(torch, case.get("dtype", "torch.bfloat16").removeprefix("torch."))
+    layer.params_dtype = layer.orig_dtype = dtype
     module = marlin_utils_fp4 if hasattr(marlin_utils_fp4, name) else marlin_utils_fp8
     kernel = ops.gptq_marlin_repack
     if inputs.device == "cpu":
@@ -437,19 +438,54 @@ def _finite_scales(build: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
     return make
 
 
+def _with_room(
+    build: Callable[[Inputs], None], attribute: str, default: str
+) -> Callable[[Inputs], None]:
+    """As a layer's parameters are created: in the fork, tensors that the backend will
+    pad have room for it; not with "room" False."""
+
+    def make(inputs: Inputs) -> None:
+        build(inputs)
+        _utils()
+        try:
+            from vllm.model_executor.layers.quantization.utils import (
+                moe_room,
+                mxfp4_layouts,
+            )
+        except ImportError:  # the release
+            return
+        case = inputs.case
+        if not case.get("room", True):
+            return
+        on_sm90 = mxfp4_layouts.swizzled_for_sm90
+        mxfp4_layouts.swizzled_for_sm90 = lambda _: True
+        backend = SimpleNamespace(name=case.get("backend", default))
+        if not case.get("trtllm", True):
+            backend.name = "FLASHINFER_CUTLASS"
+        try:
+            moe_room.reserve_padding(
+                inputs.layer, SimpleNamespace(**{attribute: backend})
+            )
+        finally:
+            mxfp4_layouts.swizzled_for_sm90 = on_sm90
+
+    return make
+
+
 ALIGN_FP4 = (0, 2, 1, 3)
+TRTLLM = "FLASHINFER_TRTLLM"
 
 #: name -> (what makes the layer, what converts it and returns further results)
 FORMATS: dict[str, tuple[Callable[[Inputs], None], Callable[[Inputs], list]]] = {
     "bf16_trtllm": (_bf16_inputs, _bf16_trtllm),
-    "nvfp4": (_nvfp4_inputs, _prepare_nvfp4),
+    "nvfp4": (_with_room(_nvfp4_inputs, "nvfp4_backend", TRTLLM), _prepare_nvfp4),
     "nvfp4_static": (_nvfp4_inputs, _static_nvfp4),
     "reorder_w1w3": (_nvfp4_inputs, _reorder),
-    "fp8_tensor": (_fp8_inputs, _prepare_fp8),
+    "fp8_tensor": (_with_room(_fp8_inputs, "fp8_backend", TRTLLM), _prepare_fp8),
     "fp8_tensor_rotate": (_fp8_inputs, _rotate_fp8),
     "fp8_block": (_fp8_block_inputs, _prepare_fp8),
     "fp8_block_shuffle": (_fp8_block_inputs, _shuffle_fp8_block),
-    "mxfp8": (_mxfp8_inputs, _prepare_fp8),
+    "mxfp8": (_with_room(_mxfp8_inputs, "mxfp8_backend", TRTLLM), _prepare_fp8),
     "mxfp8_shuffle": (_mxfp8_inputs, _shuffle_mxfp8),
     "align_fp4": (_nvfp4_inputs, _align("align_fp4_moe_weights_for_fi", ALIGN_FP4)),
     "align_fp4_hidden": (
@@ -461,7 +497,10 @@ FORMATS: dict[str, tuple[Callable[[Inputs], None], Callable[[Inputs], list]]] = 
         _mxfp8_inputs,
         _align("align_mxfp8_moe_weights_for_fi_trtllm", (0, 1, 2, 3)),
     ),
-    "mxfp4_swizzle": (_mxfp4_inputs, _swizzle_mxfp4),
+    "mxfp4_swizzle": (
+        _with_room(_mxfp4_inputs, "mxfp4_backend", "TRITON"),
+        _swizzle_mxfp4,
+    ),
     "marlin_nvfp4": (_finite_scales(_nvfp4_inputs), _marlin_nvfp4),
     "marlin_fp8": (_fp8_block_inputs, _marlin_fp8),
     "marlin_mxfp8": (_finite_scales(_mxfp8_inputs), _marlin_mxfp8),

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4 swizzle for SM 9.0: equal to the released vllm, values in place."""
 
-import importlib.util
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,20 +42,6 @@ def test_values_keep_their_storage():
     assert [w13.storage.data.data_ptr(), w2.storage.data.data_ptr()] == before
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """The kernel, run by Triton's interpreter on the CPU."""
-    pytest.importorskip("triton")
-    name = "vllm.model_executor.layers.quantization.utils.mxfp4_layouts_triton"
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.loader is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-
-
 def plain_swizzle(values):
     """By torch, with triton_kernels' own layout class."""
     from vllm.utils.import_utils import import_triton_kernels
@@ -80,14 +64,14 @@ def test_interpreted_kernel(interpreted, experts, rows, cells):
     expected = plain_swizzle(values.clone())
     tall, wide = rows + -rows % 16, 8 * cells + -8 * cells % 32
     out = values.new_full((experts, tall // 4, 4 * wide), 99)
-    interpreted.swizzle(values, out)
+    interpreted.mxfp4_layouts_triton.swizzle(values, out)
     assert torch.equal(out.mT, expected)
 
 
 def test_interpreted_kernel_in_place(interpreted):
     values = random_values(2, 48, 96)
     expected = plain_swizzle(values.clone())
-    interpreted.swizzle(values, values.view(2, 12, 384))
+    interpreted.mxfp4_layouts_triton.swizzle(values, values.view(2, 12, 384))
     assert torch.equal(values.view(2, 12, 384).mT, expected)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core of the weight conversions against a byte-by-byte reference."""
 
-import importlib.util
 import random
 
 import pytest
@@ -10,25 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.model_executor.layers.quantization.utils import weight_permutation as core
-
-pytest.importorskip("triton")
+from vllm.model_executor.layers.quantization.utils.weight_room import reserve, room_for
 
 #: Bytes of a run are not neighbours here.
 SPLIT_RUNS = core.Tiling("split runs", (4, 2), run=2, order=(0, 2, 3, 4, 1))
 TILINGS = (core.ROW_MAJOR, core.BLOCK_MAJOR_K, core.SCALE_128X4, SPLIT_RUNS)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """The Triton executor, its kernels run by Triton's interpreter on the CPU."""
-    name = "vllm.model_executor.layers.quantization.utils.weight_permutation_triton"
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.loader is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
 
 
 def reference(source: torch.Tensor, conversion: core.Conversion) -> torch.Tensor:
@@ -80,7 +65,8 @@ def run_interpreted(kernels, weight, conversion, budget):
     """What `convert_` does, with the interpreted kernels for executor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "use_triton", lambda _: True)
-        patch.setattr(core, "_triton_kernels", lambda: kernels)
+        executor = kernels.weight_permutation_triton
+        patch.setattr(core, "_triton_kernels", lambda: executor)
         return core.convert_((weight, conversion), budget=budget, gaps=True)[0]
 
 
@@ -131,6 +117,102 @@ def test_interpreted_triton_matches_reference(interpreted, case, budget):
     assert torch.equal(result.flatten(1), expected)
 
 
+def with_room(weight: torch.Tensor, conversion: core.Conversion):
+    """A parameter of these values, with room for what the conversion makes of it."""
+    parameter = torch.nn.Parameter(torch.empty_like(weight), requires_grad=False)
+    result = weight.shape[0] * conversion.shape[0] * conversion.shape[1]
+    reserve(parameter, max(result, weight.numel() + 1))
+    parameter.data.copy_(weight)
+    return parameter
+
+
+def spread(draw_rows: int, source_rows: int, seed: int) -> list[int]:
+    """Shuffled source rows with padding anywhere among them."""
+    padding = [-1] * (draw_rows - source_rows)
+    order = [*shuffled(source_rows, seed), *padding]
+    random.Random(seed + 1).shuffle(order)
+    return order
+
+
+@st.composite
+def growing(draw, max_columns=3):
+    tiling = draw(st.sampled_from(TILINGS))
+    row_unit = {core.SCALE_128X4: 128, SPLIT_RUNS: 8}.get(tiling, 1)
+    column_unit = tiling.run or draw(st.sampled_from((1, 2, 7, 16, 40)))
+    rows = row_unit * draw(st.integers(1, 256 // max(row_unit, 64)))
+    row_bytes = column_unit * draw(st.integers(1, max_columns))
+    source_rows = draw(st.integers(max(1, rows // 2), rows))
+    source_bytes = draw(st.integers(max(1, row_bytes // 2), row_bytes))
+    order = spread(rows, source_rows, draw(st.integers(0, 9)))
+    if draw(st.booleans()):
+        order = sorted(order, key=lambda row: row if row >= 0 else rows)
+    experts = draw(st.integers(1, 6))
+    conversion = core.Conversion(
+        order, (source_rows, source_bytes), row_bytes, tiling, fill=127
+    )
+    return random_weight(experts, source_rows, source_bytes), conversion
+
+
+def check_room(weight, conversion, convert):
+    parameter = with_room(weight, conversion)
+    expected = reference(weight, conversion)
+    storage = parameter.untyped_storage().data_ptr()
+    result = convert(parameter)
+    assert result.shape == (weight.shape[0], *conversion.shape)
+    assert torch.equal(result.flatten(1), expected)
+    assert result.data_ptr() == storage or conversion.tiling is core.BLOCK_MAJOR_K
+
+
+@settings(max_examples=100, deadline=None)
+@given(growing())
+def test_torch_pads_where_there_is_room(case):
+    weight, conversion = case
+    check_room(weight, conversion, lambda p: core.convert_((p, conversion))[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(growing())
+def test_interpreted_triton_pads_where_there_is_room(interpreted, case):
+    weight, conversion = case
+    with pytest.MonkeyPatch.context() as patch:
+        # Many groups in a small tensor, whose sources overlap their targets.
+        patch.setattr(interpreted.expand_rows_triton, "GROUP_BYTES", 512)
+        check_room(
+            weight,
+            conversion,
+            lambda p: run_interpreted(interpreted, p, conversion, 1),
+        )
+
+
+def test_only_a_reserved_storage_has_room():
+    """What lies behind a view may belong to another tensor."""
+    base = torch.arange(64, dtype=torch.uint8)
+    view = torch.nn.Parameter(base[:32].view(1, 4, 8), requires_grad=False)
+    assert room_for(view, 64) is None
+    grow = core.Conversion([*range(4), -1], (4, 8))
+    (result,) = core.convert_((view, grow))
+    assert result.data_ptr() != base.data_ptr()
+    assert torch.equal(base, torch.arange(64, dtype=torch.uint8))
+
+
+def test_reserving_changes_nothing_but_the_storage():
+    parameter = torch.nn.Parameter(
+        torch.empty((2, 3, 4), dtype=torch.bfloat16), requires_grad=False
+    )
+    parameter.weight_loader = len
+    reserve(parameter, 100)
+    assert parameter.untyped_storage().nbytes() == 100
+    assert parameter.shape == (2, 3, 4) and parameter.stride() == (12, 4, 1)
+    assert parameter.dtype == torch.bfloat16
+    assert vars(parameter) == {"weight_loader": len}
+    assert room_for(parameter, 100) is not None
+    assert room_for(parameter, 101) is None
+    assert room_for(parameter[1:], 50) is None
+    storage = parameter.untyped_storage().data_ptr()
+    reserve(parameter, 48)
+    assert parameter.untyped_storage().data_ptr() == storage
+
+
 @pytest.mark.parametrize("rows", [384, 512])
 @pytest.mark.parametrize("tiling", TILINGS[:2], ids=lambda t: t.name)
 def test_interpreted_triton_cuts_long_cycles(interpreted, rows, tiling):
@@ -150,7 +232,7 @@ def test_moves_are_a_cut_of_the_permutation(interpreted, n, seed, cells):
     source = shuffled(n, seed)
     if seed % 3 == 0:  # short cycles: swaps
         source = [i ^ 1 if (i ^ 1) < n else i for i in range(n)]
-    moves = interpreted.plan_moves(source, cells)
+    moves = interpreted.weight_permutation_triton.plan_moves(source, cells)
     saved = moves.saved_cells.tolist()
     table = list(zip(moves.to_cells.tolist(), moves.from_cells.tolist(), strict=True))
     assert len(table) == moves.groups * cells
@@ -167,7 +249,9 @@ def test_moves_are_a_cut_of_the_permutation(interpreted, n, seed, cells):
 
 def test_swaps_need_no_scratch(interpreted):
     half = 96
-    moves = interpreted.plan_moves([*range(half, 2 * half), *range(half)], 128)
+    moves = interpreted.weight_permutation_triton.plan_moves(
+        [*range(half, 2 * half), *range(half)], 128
+    )
     assert moves.saved_cells.numel() == 0
 
 
@@ -296,3 +380,6 @@ def test_triton_matches_torch_on_gpu(tiling, rows, row_bytes, kind):
     (expected,) = core.convert_((weight.clone(), conversion))
     (result,) = core.convert_((weight.cuda(), conversion))
     assert torch.equal(result.cpu().flatten(1), expected.flatten(1))
+    if kind == "pad":
+        (result,) = core.convert_((with_room(weight.cuda(), conversion), conversion))
+        assert torch.equal(result.cpu().flatten(1), expected.flatten(1))

@@ -461,10 +461,12 @@ EXPORT cudaError_t cudaFreeHost(void* address) {
 }
 EXPORT cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
   CONTEXT_CALL("cudaHostRegister");
+  if (Result r = unsafe_call()) return done(r);
   return done(host_register(address, size));
 }
 EXPORT cudaError_t cudaHostUnregister(void* address) {
   CONTEXT_CALL("cudaHostUnregister");
+  if (Result r = unsafe_call()) return done(r);
   return done(host_unregister(address));
 }
 EXPORT cudaError_t cudaHostGetDevicePointer(void** device, void* host,

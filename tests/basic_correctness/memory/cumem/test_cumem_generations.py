@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pool generations and the CuMem extension on a real GPU.
-
-Each check runs in a process of its own, because the allocator lives as long as its
-process: ``python test_cumem_generations.py NAME`` runs one by hand.
-"""
+"""Pool generations and the CuMem extension on a real GPU."""
 
 import gc
-import subprocess
-import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.basic_correctness.memory.cumem.own_process import Checks
+
 MIB = 1 << 20
 GIB = 1 << 30
-CHECKS: list[Callable[[], None]] = []
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS.append(function)
-    return function
+CHECKS = Checks(__file__)
 
 
 def filled(size: int, value: int) -> torch.Tensor:
@@ -49,7 +39,7 @@ def mapped(allocator) -> int:
     return sum(data.handle[1] for data in segments(allocator) if not data.is_asleep)
 
 
-@check
+@CHECKS.add
 def out_of_memory_in_the_pool_can_be_retried() -> None:
     allocator = get_allocator()
     free = torch.cuda.mem_get_info()[0]
@@ -72,7 +62,7 @@ def out_of_memory_in_the_pool_can_be_retried() -> None:
     assert mapped(allocator) == kept.nbytes + retried.nbytes
 
 
-@check
+@CHECKS.add
 def torch_frees_cached_memory_and_retries_by_itself() -> None:
     """What a retired generation still caches serves a later request."""
     allocator = get_allocator()
@@ -88,7 +78,7 @@ def torch_frees_cached_memory_and_retries_by_itself() -> None:
     assert mapped(allocator) == new.nbytes
 
 
-@check
+@CHECKS.add
 def replaced_weights_go_back_during_the_load() -> None:
     from vllm.device_allocator.generations import reclaim
 
@@ -132,17 +122,17 @@ def _delete_while_asleep(tags: tuple[str, ...]) -> None:
     assert free_bytes() == start
 
 
-@check
+@CHECKS.add
 def weight_deleted_while_asleep_level_1() -> None:
     _delete_while_asleep(("weights",))
 
 
-@check
+@CHECKS.add
 def weight_deleted_while_asleep_level_2() -> None:
     _delete_while_asleep(())
 
 
-@check
+@CHECKS.add
 def weight_deleted_before_sleep_is_not_copied() -> None:
     allocator = get_allocator()
     with allocator.use_memory_pool("weights"):
@@ -154,7 +144,7 @@ def weight_deleted_before_sleep_is_not_copied() -> None:
     assert int(stays[-1]) == 2
 
 
-@check
+@CHECKS.add
 def failed_wake_can_be_repeated() -> None:
     allocator = get_allocator()
     with allocator.use_memory_pool("weights"):
@@ -174,7 +164,7 @@ def failed_wake_can_be_repeated() -> None:
     assert [int(w[-1]) for w in weights] == [1, 2, 3, 4]
 
 
-@check
+@CHECKS.add
 def nested_pools_keep_their_tags() -> None:
     from vllm.device_allocator.generations import reclaim
 
@@ -195,7 +185,7 @@ def nested_pools_keep_their_tags() -> None:
     assert int(first[-1]) == 1 and int(last[-1]) == 3
 
 
-@check
+@CHECKS.add
 def workspace_is_discarded_on_sleep_and_keeps_its_address() -> None:
     """An outgrown buffer stays usable until it is released, and is not woken then."""
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
@@ -227,7 +217,7 @@ def workspace_is_discarded_on_sleep_and_keeps_its_address() -> None:
     assert mapped(allocator) == scratch.nbytes + larger.nbytes
 
 
-@check
+@CHECKS.add
 def graph_pool_sleeps_with_its_contents() -> None:
     """A constant that replays never write must be copied; the capture stays valid."""
     allocator = get_allocator()
@@ -248,7 +238,7 @@ def graph_pool_sleeps_with_its_contents() -> None:
     assert int(result[0]) == int(result[-1]) == 5
 
 
-@check
+@CHECKS.add
 def bits_and_addresses_survive_cycles() -> None:
     allocator = get_allocator()
     with allocator.use_memory_pool("weights"):
@@ -269,15 +259,26 @@ def bits_and_addresses_survive_cycles() -> None:
         used = now
 
 
+@CHECKS.add
+def reclaim_while_other_threads_allocate() -> None:
+    """For POOL_STRESS_SECONDS."""
+    from tests.basic_correctness.memory.cumem import reclaim_stress
+
+    allocator = get_allocator()
+    before = free_bytes()
+    reclaim_stress.reclaim_against_other_threads(allocator)
+    gc.collect()
+    allocator._generations.drain()
+    assert segments(allocator) == []
+    assert allocator._table.take_errors() == []
+    assert free_bytes() == before
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])
+@pytest.mark.parametrize("name", CHECKS.names)
 def test_in_own_process(name):
-    done = subprocess.run(
-        [sys.executable, __file__, name], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    CHECKS.run(name)
 
 
 if __name__ == "__main__":
-    {function.__name__: function for function in CHECKS}[sys.argv[1]]()
-    print("passed")
+    CHECKS.main()

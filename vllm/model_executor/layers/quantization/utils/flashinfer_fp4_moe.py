@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.utils.flashinfer_layouts import (
 from vllm.model_executor.layers.quantization.utils.nvfp4_layouts import (
     shuffled_nvfp4,
     swizzled_nvfp4,
+    trtllm_sizes,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     amax_for_moe_activation_quant,
@@ -25,7 +26,6 @@ from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     convert_,
     expert_bytes,
 )
-from vllm.utils.math_utils import round_up
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -175,9 +175,7 @@ def prepare_nvfp4_moe_layer_for_fi_or_cutlass(
     trtllm = backend == NvFp4MoeBackend.FLASHINFER_TRTLLM
 
     if trtllm:
-        hidden = round_up(2 * w13.shape[2], trtllm_hidden_alignment)
-        # The shuffle works on 128 rows of w13: 64 of each projection when gated.
-        intermediate = round_up(2 * w2.shape[2], 64 if gated else 128)
+        hidden, intermediate = trtllm_sizes(w13, w2, gated, trtllm_hidden_alignment)
         for what, size, aligned in (
             ("hidden", 2 * w13.shape[2], hidden),
             ("intermediate", 2 * w2.shape[2], intermediate),

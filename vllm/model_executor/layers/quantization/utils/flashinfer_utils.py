@@ -334,7 +334,7 @@ def prepare_fp8_moe_layer_for_fi(
         return results
 
     if not blocks:
-        w13, w2 = swapped_and_aligned(config, w13, w2, 16 if gated else 128)
+        w13, w2 = swapped_and_aligned(config, w13, w2, gated)
         if is_trtllm:
             assert w13_input_scale is not None and w2_input_scale is not None
             rotate_weights_for_fi_trtllm_fp8_per_tensor_moe(w13, w2, gated)

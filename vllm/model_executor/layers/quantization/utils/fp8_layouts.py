@@ -25,13 +25,18 @@ def swapped(name: str, weight: torch.Tensor) -> torch.Tensor:
     return result.view(weight.dtype)
 
 
+def aligned_intermediate(w2: torch.Tensor, gated: bool) -> int:
+    """Intermediate size that FlashInfer's kernels need for per-tensor scales."""
+    return round_up(w2.shape[2], 16 if gated else 128)
+
+
 def swapped_and_aligned(
-    config, w13: torch.Tensor, w2: torch.Tensor, min_alignment: int
+    config, w13: torch.Tensor, w2: torch.Tensor, gated: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[up; gate] for [gate; up], each padded to a multiple of `min_alignment`."""
+    """[up; gate] for [gate; up], each padded to `aligned_intermediate`."""
     swap = config.is_act_and_mul
     experts, hidden, intermediate = w2.shape
-    aligned = round_up(intermediate, min_alignment)
+    aligned = aligned_intermediate(w2, gated)
     halves = 2 if swap else 1
     check_experts("w13", w13, shape=(experts, halves * intermediate, hidden))
     check_experts("w2", w2)

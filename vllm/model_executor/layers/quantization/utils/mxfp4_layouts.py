@@ -6,6 +6,7 @@ weight byte. Here values and scales are converted in their own storage where the
 size stays the same, else into one tensor.
 """
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     Conversion,
     Tiling,
     convert_,
+    room_to_expand,
     use_triton,
 )
 
@@ -55,17 +57,55 @@ def convert_experts(
     return type(tensor)(storage, dtype=tensor.dtype, shape=shape)
 
 
+def swizzled_for_sm90(backend: enum.Enum) -> bool:
+    """Whether this Mxfp4MoeBackend's weights are swizzled here on this device."""
+    from vllm.platforms import current_platform
+
+    ours = backend.name in ("TRITON", "TRITON_UNFUSED")
+    return (
+        ours
+        and current_platform.is_cuda()
+        and current_platform.is_device_capability(90)
+    )
+
+
+def value_sizes(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and row bytes of an expert's values, padded for the swizzle."""
+    return rows + -rows % ROWS, columns + -columns % COLUMNS
+
+
+def scale_sizes(rows: int, groups: int, num_warps: int = 8) -> tuple[int, int]:
+    """Rows and groups of an expert's scales, padded for the swizzle."""
+    return rows + -rows % (32 * num_warps), groups + -groups % SCALE_GROUPS
+
+
+@functools.cache
+def padded_values(rows: int, columns: int) -> Conversion:
+    """Padding alone, of values [rows, columns]."""
+    tall, wide = value_sizes(rows, columns)
+    with torch.device("cpu"):
+        order = torch.arange(tall)
+        order[rows:] = -1
+        return Conversion(order, (rows, columns), wide)
+
+
 def swizzle_values(values: torch.Tensor, layout: Any) -> torch.Tensor:
     """Swizzle uint8 [experts, rows, columns] for the MMA of SM 9.0.
 
     In place where rows are a multiple of 16, columns of 32 and the values are
-    contiguous; else into a new tensor, padded with zeros.
+    contiguous, or where their storage has room for the padding; else into a new
+    tensor. Padding is zeros.
 
     Returns:
         uint8 [experts, 4 * columns, rows / 4], the last two dimensions transposed.
     """
     experts, rows, columns = values.shape
-    tall, wide = rows + -rows % ROWS, columns + -columns % COLUMNS
+    tall, wide = value_sizes(rows, columns)
+    if (tall, wide) != (rows, columns):
+        padding = padded_values(rows, columns)
+        if room_to_expand(values, padding) is not None:
+            (values,) = convert_((values, padding))
+            rows, columns = tall, wide
     if (tall, wide) != (rows, columns) or not values.is_contiguous():
         out = values.new_empty((experts, tall // 4, 4 * wide))
     else:
@@ -94,8 +134,7 @@ def swizzle_values(values: torch.Tensor, layout: Any) -> torch.Tensor:
 def scale_layout(rows: int, groups: int, num_warps: int) -> Conversion:
     """Scales [rows, groups] for SM 9.0: tiles of 32 rows per warp by two groups, in
     the order of the threads that read them, padded with zeros."""
-    tile = 32 * num_warps
-    tall = rows + -rows % tile
+    tall, wide = scale_sizes(rows, groups, num_warps)
     tiling = Tiling(
         "SM 9.0 scale tiles",
         (2, num_warps, 2, 8),
@@ -105,7 +144,6 @@ def scale_layout(rows: int, groups: int, num_warps: int) -> Conversion:
     with torch.device("cpu"):
         order = torch.arange(tall)
         order[rows:] = -1
-        wide = groups + -groups % SCALE_GROUPS
         return Conversion(order, (rows, groups), wide, tiling)
 
 
@@ -113,7 +151,7 @@ def swizzle_scales(scales: torch.Tensor, num_warps: int) -> torch.Tensor:
     """Swizzle scales, uint8 [experts, rows, groups of 32 values], for SM 9.0.
 
     In place if rows are a multiple of 32 per warp, groups of four, and the scales are
-    contiguous; else into a new tensor.
+    contiguous, or if their storage has room for the padding; else into a new tensor.
 
     Returns:
         uint8 [experts, 32 * groups, rows / 32], the last two dimensions transposed.

@@ -10,11 +10,44 @@ from vllm.model_executor.layers.quantization.utils.flashinfer_layouts import (
 )
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     SCALE_128X4,
-    Conversion,
     check_experts,
     convert_layer,
 )
 from vllm.utils.math_utils import round_up
+
+#: NvFp4MoeBackend names whose scales are tiled without a shuffle of rows
+TILED_BACKENDS = (
+    "FLASHINFER_CUTLASS",
+    "FLASHINFER_B12X",
+    "VLLM_CUTLASS",
+    "FLASHINFER_CUTEDSL_BATCHED",
+)
+
+
+def trtllm_sizes(
+    w13: torch.Tensor, w2: torch.Tensor, gated: bool, hidden_alignment: int
+) -> tuple[int, int]:
+    """Hidden and intermediate size that TRT-LLM's kernel needs. Its shuffle works on
+    128 rows of w13: 64 of each projection when gated."""
+    hidden = round_up(2 * w13.shape[2], hidden_alignment)
+    return hidden, round_up(2 * w2.shape[2], 64 if gated else 128)
+
+
+def tiled_sizes(
+    w13: torch.Tensor, w2: torch.Tensor, w13_scale: torch.Tensor, w2_scale: torch.Tensor
+) -> list[tuple[int, int]]:
+    """Rows and columns per expert of w13, w2 and their scales in whole 128x4 tiles."""
+    rows = round_up(w13.shape[1], 128)
+    padding = rows - w13.shape[1]
+    return [
+        (rows, w13.shape[2]),
+        (w2.shape[1], w2.shape[2] + padding // 2),
+        (rows, round_up(w13_scale.shape[2], 4)),
+        (
+            round_up(w2_scale.shape[1], 128),
+            round_up(w2_scale.shape[2] + padding // 16, 4),
+        ),
+    ]
 
 
 def shuffled_nvfp4(
@@ -86,41 +119,29 @@ def swizzled_nvfp4(
     check_experts("w13_scale", w13_scale, (FP8,))
     check_experts("w2_scale", w2_scale, (FP8,))
     rows = w13.shape[1]
-    padding = round_up(rows, 128) - rows
-    if padding and gated:
+    sizes = tiled_sizes(w13, w2, w13_scale, w2_scale)
+    if sizes[0][0] != rows and gated:
         raise NotImplementedError(
             f"The {backend} NVFP4 backend cannot pad gate and up: w13 has {rows} rows "
             "and must have a multiple of 128"
         )
     halves = 2 if swap else 1
-    up = dict(halves=halves, padded_half=(rows + padding) // halves, swap=swap)
+    up = dict(halves=halves, padded_half=sizes[0][0] // halves, swap=swap)
+    tiled = dict(tiling=SCALE_128X4)
+    plan = (
+        ("w13", w13, sizes[0][1], up),
+        ("w13_scale", w13_scale, sizes[2][1], up | tiled),
+        ("w2", w2, sizes[1][1], {}),
+        ("w2_scale", w2_scale, sizes[3][1], tiled | {"padded_half": sizes[3][0]}),
+    )
     results = convert_layer(
-        (w13, layout_of("w13", w13, **up), w13.dtype),
-        (w13_scale, _tiled("w13_scale", w13_scale, w13_scale.shape[2], **up), FP8),
-        (
-            w2,
-            layout_of("w2", w2, padded_row_bytes=w2.shape[2] + padding // 2),
-            w2.dtype,
-        ),
-        (
-            w2_scale,
-            _tiled(
-                "w2_scale",
-                w2_scale,
-                w2_scale.shape[2] + padding // 16,
-                padded_half=round_up(w2_scale.shape[1], 128),
-            ),
-            FP8,
-        ),
+        *(
+            (
+                tensor,
+                layout_of(name, tensor, padded_row_bytes=columns, **options),
+                tensor.dtype,
+            )
+            for name, tensor, columns, options in plan
+        )
     )
     return results[0], results[1], results[2], results[3]
-
-
-def _tiled(name: str, scale: torch.Tensor, columns: int, **options) -> Conversion:
-    return layout_of(
-        name,
-        scale,
-        padded_row_bytes=round_up(columns, 4),
-        tiling=SCALE_128X4,
-        **options,
-    )

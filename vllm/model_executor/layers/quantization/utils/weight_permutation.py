@@ -5,8 +5,8 @@ Every kernel layout for expert weights is a permutation of the bytes of each
 expert, sometimes with padding. A `Conversion` says which source row each
 result row comes from, how the result rows are tiled in memory, and what fills
 the padding. `convert_` runs it: inside the weight's own storage where the
-bytes fit, else into one new tensor. All scratch is allocated before the first
-byte is written.
+bytes fit (`weight_room` makes room for padding), else into one new tensor. All
+scratch is allocated before the first byte is written.
 
 On CUDA tensors the work is done by Triton (`weight_permutation_triton`), else
 by plain torch operators, one expert at a time.
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
+from vllm.model_executor.layers.quantization.utils.weight_room import room_for
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,13 @@ class Conversion:
                 f"{int(self.rows.min())} to {int(self.rows.max())}"
             )
         self.tiling.check("conversion", *self.shape)
-        self.in_place = self.shape == source_shape and bool(
-            (self.rows.sort().values == torch.arange(self.rows.numel())).all()
+        kept = self.rows[self.rows >= 0]
+        self.padded_rows = kept.numel() < self.rows.numel()
+        #: every source row has one place in the result, so it can be done in place
+        self.keeps_rows = kept.numel() == source_shape[0] and bool(
+            (kept.sort().values == torch.arange(source_shape[0])).all()
         )
+        self.in_place = self.shape == source_shape and self.keeps_rows
         self.is_identity = (
             self.in_place
             and tiling.order == tuple(range(len(tiling.order)))
@@ -161,6 +167,16 @@ class Conversion:
         if found is None:
             found = self._tables[key, device] = build()
         return found
+
+    @functools.cached_property
+    def row_order(self) -> "Conversion":
+        """The source's rows, in place and row-major, in the order of the result."""
+        return Conversion(self.rows[self.rows >= 0], self.source_shape)
+
+    @functools.cached_property
+    def tiles_alone(self) -> "Conversion":
+        """The tiling of rows that have their order and their padding already."""
+        return Conversion(range(self.shape[0]), self.shape, tiling=self.tiling)
 
     def row_index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(result rows, source rows) of the rows that are not padding."""
@@ -247,11 +263,27 @@ def experts_contiguous(weight: torch.Tensor) -> bool:
 @dataclass(frozen=True)
 class Job:
     """One tensor to convert: `source` uint8 [experts, rows, row_bytes], and the
-    result, `out` uint8 [experts, rows * row_bytes], None for in place."""
+    result, `out` uint8 [experts, rows * row_bytes], None for in place. `expands`:
+    the result begins where the source does, and is larger."""
 
     source: torch.Tensor
     conversion: Conversion
     out: torch.Tensor | None = None
+    expands: bool = False
+
+
+def room_to_expand(weight: torch.Tensor, conversion: Conversion) -> torch.Tensor | None:
+    """Memory for the result, uint8 [experts, rows * row_bytes], that begins with the
+    weight, or None if the weight's storage has no room or the executor cannot."""
+    size = prod(conversion.shape)
+    if not conversion.keeps_rows or conversion.in_place or not weight.numel():
+        return None
+    room = room_for(weight, weight.shape[0] * size)
+    if room is None:
+        return None
+    if use_triton(weight) and not _triton_kernels().can_expand(conversion):
+        return None
+    return room.view(weight.shape[0], size)
 
 
 def convert_(
@@ -264,9 +296,9 @@ def convert_(
 
     Args:
         steps: pairs of a weight, [experts, rows, columns] of any dtype, and its
-            conversion. A weight is overwritten when its conversion keeps its
-            size and it is contiguous; one that stays as it is, is returned; else a
-            new tensor is made.
+            conversion. A weight is overwritten when it is contiguous and its
+            conversion keeps its size, or its storage has room for the result; one
+            that stays as it is, is returned; else a new tensor is made.
         budget: bytes that scratch may take, default the larger of one expert
             and 2 % of all the weights given. More is used only where a single
             expert needs it.
@@ -302,6 +334,11 @@ def convert_(
             if not conversion.is_identity and source.numel():
                 jobs.append(Job(source, conversion))
             continue
+        room = room_to_expand(weight, conversion) if overwrite else None
+        if room is not None:
+            results.append(room.view(experts, rows, row_bytes))
+            jobs.append(Job(source, conversion, room, expands=True))
+            continue
         result = torch.empty(
             (experts, rows, row_bytes), dtype=torch.uint8, device=source.device
         )
@@ -334,22 +371,28 @@ def convert_layer(
 ) -> list[torch.Tensor]:
     """Convert a layer's tensors and view the results as the given dtypes.
 
-    As `convert_`, but where some tensors need a new, larger one, each is converted
-    by itself and released when its result is complete, so that only one source
-    and its result exist side by side. With `overwrite` False every tensor given is
-    left as it is.
+    As `convert_`, but tensors that need a new, larger one are converted last, each by
+    itself, and released when its result is complete, so that only one source and its
+    result exist side by side. With `overwrite` False every tensor given is left as it
+    is.
     """
-    if not overwrite or all(conversion.in_place for _, conversion, _ in steps):
+    if not overwrite:
         pairs = [(weight, conversion) for weight, conversion, _ in steps]
-        results = convert_(*pairs, overwrite=overwrite)
+        results = convert_(*pairs, overwrite=False)
         return [r.view(step[2]) for r, step in zip(results, steps, strict=True)]
-    views = []
-    for weight, conversion, dtype in steps:
-        (result,) = convert_((weight, conversion))
-        views.append(result.view(dtype))
-        if not conversion.in_place:
-            release(weight, views[-1])
-    return views
+    found: dict[int, torch.Tensor] = {}
+    own = [
+        number
+        for number, (weight, conversion, _) in enumerate(steps)
+        if conversion.in_place or room_to_expand(weight, conversion) is not None
+    ]
+    results = convert_(*(steps[number][:2] for number in own))
+    found.update(zip(own, results, strict=True))
+    for number, (weight, conversion, dtype) in enumerate(steps):
+        if number not in found:
+            (found[number],) = convert_((weight, conversion))
+            release(weight, found[number].view(dtype))
+    return [found[number].view(step[2]) for number, step in enumerate(steps)]
 
 
 def run_torch(jobs: Sequence[Job], budget: int) -> None:
@@ -387,16 +430,16 @@ def _convert_experts(job: Job, scratch: torch.Tensor) -> None:
     if padded_size:
         padded = scratch[size : size + padded_size].view(rows, row_bytes)
         padded.fill_(conversion.fill)
-    elif (kept, columns) != (rows, row_bytes):
-        assert job.out is not None
-        job.out.fill_(conversion.fill)
     split = conversion.tiling.split_shape(rows, row_bytes)
-    for expert in range(source.shape[0]):
+    experts = range(source.shape[0])
+    # A result that begins where its source does is written from its end.
+    for expert in reversed(experts) if job.expands else experts:
         memory = source[expert].view(1, -1) if job.out is None else job.out[expert]
         torch.index_select(source[expert], 0, from_rows, out=gathered)
         if padded is not None:
             padded[:, :columns].index_copy_(0, to_rows, gathered)
         elif (kept, columns) != (rows, row_bytes):
+            memory.fill_(conversion.fill)
             memory.view(rows, row_bytes)[:, :columns].index_copy_(0, to_rows, gathered)
             continue
         matrix = gathered if padded is None else padded

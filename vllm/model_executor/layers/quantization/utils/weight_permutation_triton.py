@@ -6,8 +6,9 @@ of an expert's cells (rows, or the runs of a tiled layout) is cut along its
 cycles into groups of cells that one program loads whole and then stores. A
 group reads only its own cells, except where a cycle was cut; those few source
 cells are copied aside first. That is one read and one write of the weight,
-with scratch of about 1/128 of it. Tilings with runs too short for that go
-through scratch of several experts.
+with scratch of about 1/128 of it. Tiles of scales (`block_tiling_triton`) and
+padding where there is room (`expand_rows_triton`) have kernels of their own, which
+follow the moves. Other tilings with short runs go through scratch of several experts.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm.model_executor.layers.quantization.utils import (
+    block_tiling_triton,
+    expand_rows_triton,
+)
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
+    ROW_MAJOR,
     Conversion,
     Job,
 )
@@ -70,7 +76,7 @@ def _gather_rows(
     start = tl.multiple_of(origin * source_row, ALIGN)[:, None]
     value = tl.load(
         source + expert * source_expert + start + column,
-        mask=(origin >= 0)[:, None] & (column < source_units),
+        mask=(origin >= 0)[:, None] & (column // ALIGN < source_units // ALIGN),
         other=FILL,
     )
     if RUN == 0:
@@ -81,7 +87,7 @@ def _gather_rows(
     tl.store(
         out + expert * out_expert + target + place,
         value,
-        mask=exists[:, None] & (column < out_units),
+        mask=exists[:, None] & (column // ALIGN < out_units // ALIGN),
     )
 
 
@@ -107,7 +113,7 @@ def _move_cells(
     expert = tl.program_id(2).to(tl.int64)
     target = tl.load(to_cells + index)
     origin = tl.load(from_cells + index)
-    mask = (target >= 0)[:, None] & (column < cell_units)
+    mask = (target >= 0)[:, None] & (column // ALIGN < cell_units // ALIGN)
     weight += expert * weight_expert
     saved += expert * saved_expert
     own = tl.multiple_of(tl.maximum(origin, 0) * cell_units, ALIGN)[:, None]
@@ -286,7 +292,7 @@ def _gather_table(conversion: Conversion, unit: int, device: torch.device):
         starts = conversion.tiling.row_starts(*conversion.shape)
         *_, step, inner = conversion.tiling.strides(*conversion.shape)
         return GatherTable(
-            conversion.rows.to(torch.int32).to(device),
+            _row_table(conversion, device),
             (starts // unit).to(torch.int32).to(device),
             step // unit,
             inner,
@@ -337,17 +343,17 @@ class Gather:
         )
 
 
-def _plan_gather(job: Job, out: torch.Tensor) -> Gather:
-    """A gather of the job's experts into memory like `out`, uint8 [experts, bytes]."""
+def _plan_gather(job: Job, out_expert: int, out_address: int) -> Gather:
+    """A gather of the job's experts to an address, `out_expert` bytes for each."""
     conversion, source = job.conversion, job.source
     sizes = (
         conversion.shape[1],
         conversion.source_shape[1],
         conversion.tiling.run if conversion.tiling.whole_runs else 1,
         *source.stride()[:2],
-        out.stride(0),
+        out_expert,
         source.data_ptr(),
-        out.data_ptr(),
+        out_address,
     )
     unit = _unit(*sizes)
     return Gather(
@@ -394,49 +400,187 @@ def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
     )
 
 
+def can_expand(conversion: Conversion) -> bool:
+    """Whether a tensor with room behind it can be padded where it is."""
+    if conversion.shape[1] > expand_rows_triton.MAX_ROW_BYTES:
+        return False
+    return conversion.tiling is ROW_MAJOR or block_tiling_triton.fits(conversion)
+
+
+class Work:
+    """What one tensor's conversion launches. Made before any byte is written."""
+
+    scratch_bytes = 0
+    flags = 0  # int32 zeros
+
+    def __call__(self, scratch: torch.Tensor, flags: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class GatherAll(Work):
+    """Into a new tensor."""
+
+    def __init__(self, job: Job):
+        assert job.out is not None
+        self.out = job.out
+        self.gather = _plan_gather(job, job.out.stride(0), job.out.data_ptr())
+
+    def __call__(self, scratch, flags):
+        for first in range(0, len(self.out), MAX_EXPERTS):
+            experts = slice(first, first + MAX_EXPERTS)
+            self.gather(experts, self.out[experts])
+
+
+class TileBlocks(Work):
+    """Blocks of rows into tiles, from one tensor into another or where they are."""
+
+    def __init__(self, source: torch.Tensor, conversion: Conversion, out: torch.Tensor):
+        row_bytes, source_bytes = conversion.shape[1], conversion.source_shape[1]
+        sizes = (
+            row_bytes,
+            source_bytes,
+            conversion.tiling.run if conversion.tiling.whole_runs else 1,
+            *source.stride()[:2],
+            out.stride(0),
+            source.data_ptr(),
+            out.data_ptr(),
+        )
+        unit = _unit(*sizes)
+        self.launch = block_tiling_triton.BlockTiling(
+            _unit_view(source, unit),
+            _unit_view(out, unit),
+            _row_table(conversion, source.device),
+            conversion,
+            unit,
+            source_bytes // unit,
+            _align(unit, source_bytes, *source.stride()[:2], source.data_ptr()),
+        )
+
+    def __call__(self, scratch, flags):
+        self.launch()
+
+
+class MoveCells(Work):
+    """Cells of a weight in place, by groups along the permutation's cycles."""
+
+    def __init__(self, job: Job, budget: int):
+        self.source = job.source
+        self.plan = _plan_in_place(job)
+        per_expert = self.plan.scratch_per_expert
+        self.at_once = _experts_at_once(job.source, per_expert, budget)
+        self.scratch_bytes = self.at_once * per_expert
+
+    def __call__(self, scratch, flags):
+        for experts in self.source.split(self.at_once):
+            _move(self.plan, experts, scratch)
+
+
+class ThroughScratch(Work):
+    """In place by way of scratch, some experts at a time."""
+
+    def __init__(self, job: Job, budget: int):
+        self.source = job.source
+        self.size = prod(job.conversion.shape)
+        self.at_once = _experts_at_once(job.source, self.size, budget)
+        self.scratch_bytes = self.at_once * self.size
+        # Scratch begins at an address that any access is aligned to.
+        self.gather = _plan_gather(job, self.size, 0)
+
+    def __call__(self, scratch, flags):
+        result = scratch[: self.scratch_bytes].view(self.at_once, self.size)
+        for first in range(0, len(self.source), self.at_once):
+            chunk = slice(first, first + self.at_once)
+            experts = self.source[chunk]
+            self.gather(chunk, result[: len(experts)])
+            experts.copy_(result[: len(experts)].view(experts.shape))
+
+
+class ExpandRows(Work):
+    """Rows of all experts to the places that padding leaves them."""
+
+    def __init__(self, job: Job):
+        assert job.out is not None
+        conversion, memory = job.conversion, job.out.view(-1)
+        sizes = conversion.shape[1], conversion.source_shape[1], memory.data_ptr()
+        unit = _unit(*sizes)
+        from_rows, to_rows = conversion.table(
+            "expand", memory.device, lambda: _expansion_tables(conversion, memory)
+        )
+        self.launch = expand_rows_triton.Expansion(
+            _unit_view(memory, unit),
+            len(job.source),
+            from_rows,
+            to_rows,
+            conversion.shape[1],
+            conversion.source_shape[1],
+            unit,
+            _align(unit, *sizes),
+            conversion.fill,
+        )
+        self.flags = self.launch.flags
+
+    def __call__(self, scratch, flags):
+        self.launch(flags)
+
+
+def _expansion_tables(conversion: Conversion, memory: torch.Tensor):
+    kept = conversion.rows >= 0
+    from_rows = torch.where(kept, kept.cumsum(0) - 1, -1)
+    tables = from_rows, kept.nonzero().flatten()
+    return tuple(table.to(torch.int32).to(memory.device) for table in tables)
+
+
+def _row_table(conversion: Conversion, device: torch.device) -> torch.Tensor:
+    return conversion.table(
+        "source rows", device, lambda: conversion.rows.to(torch.int32).to(device)
+    )
+
+
+def _experts_at_once(source: torch.Tensor, per_expert: int, budget: int) -> int:
+    experts = min(MAX_EXPERTS, len(source))
+    return min(experts, max(1, budget // per_expert)) if per_expert else experts
+
+
+def plan(job: Job, budget: int) -> list[Work]:
+    """The launches that convert one tensor, in order."""
+    conversion, source = job.conversion, job.source
+    tiling = conversion.tiling
+    blocks = block_tiling_triton.fits(conversion)
+    if job.out is not None and not job.expands:
+        if blocks:
+            return [TileBlocks(source, conversion, job.out)]
+        return [GatherAll(job)]
+    order = conversion.row_order
+    moves = [] if order.is_identity else [MoveCells(Job(source, order), budget)]
+    if job.expands:
+        assert job.out is not None
+        work = [*moves, ExpandRows(job)]
+        if tiling is not ROW_MAJOR:
+            rows, row_bytes = conversion.shape
+            tiles = conversion.tiles_alone
+            work.append(TileBlocks(job.out.view(-1, rows, row_bytes), tiles, job.out))
+        return work
+    if blocks:
+        if block_tiling_triton.stays_in_blocks(conversion):
+            moves, tiles = [], conversion
+        else:
+            tiles = conversion.tiles_alone
+        out = source.view(len(source), -1)
+        return [*moves, TileBlocks(source, tiles, out)]
+    if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
+        return [ThroughScratch(job, budget)]
+    return [MoveCells(job, budget)]
+
+
 def run(jobs: Sequence[Job], budget: int) -> None:
     """Convert these tensors, all on one device; scratch is at most `budget`
     bytes, or what one expert needs."""
-    planned: list[tuple[Job, InPlace | None, int]] = []  # job, plan, experts at once
-    need = 16
-    for job in jobs:
-        plan, per_expert = None, 0
-        if job.out is None:
-            tiling = job.conversion.tiling
-            if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
-                per_expert = prod(job.conversion.shape)
-            else:
-                plan = _plan_in_place(job)
-                per_expert = plan.scratch_per_expert
-        at_once = min(MAX_EXPERTS, job.source.shape[0])
-        if per_expert:
-            at_once = min(at_once, max(1, budget // per_expert))
-        need = max(need, at_once * per_expert)
-        planned.append((job, plan, at_once))
-    scratch = torch.empty(need, dtype=torch.uint8, device=jobs[0].source.device)
-    # Index tables too are made here, before the first write.
-    steps = [
-        (job, plan, at_once, None if plan else _plan_gather(job, _target(job, scratch)))
-        for job, plan, at_once in planned
-    ]
-    for job, plan, at_once, gather in steps:
-        for first in range(0, job.source.shape[0], at_once):
-            chunk = slice(first, first + at_once)
-            experts = job.source[chunk]
-            if plan is not None:
-                _move(plan, experts, scratch)
-            elif gather is not None and job.out is not None:
-                gather(chunk, job.out[chunk])
-            elif gather is not None:
-                result = _target(job, scratch)[: len(experts)]
-                gather(chunk, result)
-                experts.copy_(result.view(experts.shape))
-
-
-def _target(job: Job, scratch: torch.Tensor) -> torch.Tensor:
-    """Where a gather of this job writes, uint8 [experts, bytes]."""
-    if job.out is not None:
-        return job.out
-    size = prod(job.conversion.shape)
-    whole = scratch.numel() // size
-    return scratch[: whole * size].view(whole, size)
+    work = [launch for job in jobs for launch in plan(job, budget)]
+    device = jobs[0].source.device
+    need = max(16, *(launch.scratch_bytes for launch in work))
+    scratch = torch.empty(need, dtype=torch.uint8, device=device)
+    flags = torch.zeros(sum(w.flags for w in work), dtype=torch.int32, device=device)
+    used = 0
+    for launch in work:
+        launch(scratch, flags[used : used + launch.flags])
+        used += launch.flags

@@ -13,7 +13,7 @@
 #include <thread>
 #include <utility>
 
-#include "cumem/allocator.h"
+#include "allocator.h"
 
 #define CUMEM_EXPORT extern "C" __attribute__((visibility("default")))
 

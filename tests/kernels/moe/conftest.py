@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of the weight conversions, run on the CPU."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+UTILS = "vllm.model_executor.layers.quantization.utils"
+#: leaves first: a module takes the kernels of those before it
+KERNELS = (
+    "block_tiling_triton",
+    "expand_rows_triton",
+    "weight_permutation_triton",
+    "mxfp4_layouts_triton",
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The modules of `KERNELS` by name, their kernels run by Triton's interpreter.
+
+    They are imported anew, and the ones that were imported before are put back.
+    """
+    pytest.importorskip("triton")
+    package = importlib.import_module(UTILS)
+    names = [f"{UTILS}.{name}" for name in KERNELS]
+    saved = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        modules = [importlib.import_module(name) for name in names]
+        for name, short in zip(names, KERNELS, strict=True):
+            sys.modules.pop(name)
+            delattr(package, short)
+            if name in saved:
+                sys.modules[name] = saved[name]
+                setattr(package, short, saved[name])
+        yield SimpleNamespace(**dict(zip(KERNELS, modules, strict=True)))

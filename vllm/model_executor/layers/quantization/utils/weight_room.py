@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters whose storage has room for the size that they will be padded to.
+
+A weight that grows in its conversion needs its source and its result at once, unless
+its storage was large enough from the beginning. `reserve` gives a parameter such a
+storage. Shape, strides, dtype and attributes stay; the conversion that pads it finds
+the room with `room_for`. Only storages made here are used so, since what lies behind a
+tensor in any other storage may belong to another one.
+"""
+
+import weakref
+
+import torch
+
+_reserved: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+
+
+def reserve(parameter: torch.nn.Parameter, size: int) -> None:
+    """Move `parameter`, with its values, to the front of a new storage of `size` bytes,
+    if that is more than it has."""
+    data = parameter.data
+    needed = data.numel() * data.element_size()
+    if size <= needed or data.is_meta or not data.is_contiguous():
+        return
+    memory = torch.empty(size, dtype=torch.uint8, device=data.device)
+    moved = memory[:needed].view(data.dtype).view(data.shape)
+    moved.copy_(data)
+    parameter.data = moved
+    _reserved.add(memory.untyped_storage())
+
+
+def room_for(weight: torch.Tensor, size: int) -> torch.Tensor | None:
+    """The first `size` bytes of the weight's storage, uint8, or None where the weight
+    is not alone at the front of a storage with room for them."""
+    storage = weight.data.untyped_storage()
+    if storage not in _reserved or storage.nbytes() < size:
+        return None
+    if weight.storage_offset() or not weight.is_contiguous():
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=weight.device).set_(
+        storage, 0, (size,), (1,)
+    )
