@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from tools.series import fetch
 from tools.series.base import open_base
+from tools.series.errors import Refusal
 from tools.series.manifest import load
 from tools.series.series import apply_series
 from tools.site import patch_pages
@@ -34,14 +36,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
-    series = load(ROOT)
-    version = series.bases[0]
-    base = open_base(fetch.source_archive(version), series.bases)
-    made = patch_pages.pages(apply_series(series, base), version)
+    try:
+        made = _patch_pages()
+    except Refusal as refusal:
+        raise PluginError(f"series: {refusal}") from None
     made["index.md"] = home((ROOT / "README.md").read_text())
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def _patch_pages() -> dict[str, str]:
+    series = load(ROOT)
+    version = series.bases[0]
+    base = open_base(fetch.source_archive(version), series.bases)
+    return patch_pages.pages(apply_series(series, base), version)
 
 
 def home(readme: str) -> str:
