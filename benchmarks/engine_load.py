@@ -277,9 +277,7 @@ def capability_without_cuda() -> Iterator[None]:
         torch.cuda.get_device_capability = real
 
 
-def serve_forked(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], dict]
-) -> None:
+def serve() -> None:
     """Import once, then fork a child for each line of arguments; answer in JSON."""
     with capability_without_cuda():
         for name in PRELOADED:
@@ -287,7 +285,7 @@ def serve_forked(
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            result = run(parser.parse_args(shlex.split(line)))
+            result = run(parser().parse_args(shlex.split(line)))
             print(json.dumps(result), flush=True)
             os._exit(0)  # an engine's shutdown can hang, or print after the result
         deadline = time.monotonic() + 240
@@ -303,7 +301,7 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if args.serve:
-        return serve_forked(parser(), run)
+        return serve()
     if not args.shape:
         parser().error("which shape?")
     print(json.dumps(run(args)), flush=True)
