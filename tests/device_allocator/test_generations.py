@@ -61,6 +61,18 @@ def test_roomy_device_retires_once(monkeypatch):
     assert load.generations.retired == 1
 
 
+def test_a_generation_that_holds_much_is_retired(monkeypatch):
+    load = Load(monkeypatch, 100 * GIB)
+    with load.open():
+        load.device.free(load.device.allocate(7 * GIB))
+        reclaim()
+        assert load.generations.retired == 0
+        load.device.free(load.device.allocate(9 * GIB))
+        reclaim()
+        assert load.generations.retired == 1
+        assert load.device.free_bytes() == 100 * GIB
+
+
 def test_roomy_device_returns_replaced_weights_step_by_step(monkeypatch):
     """Retiring is not needed for that: they lie in a pool that is retired already."""
     layers = 8

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.device_allocator.reclaim_policy import DrainPolicy
+from vllm.device_allocator.reclaim_policy import ReclaimPolicy
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -56,7 +56,7 @@ class _Scope:
 
     owner: "PoolGenerations"
     generation: Generation
-    policy: DrainPolicy = field(default_factory=DrainPolicy)
+    policy: ReclaimPolicy = field(default_factory=ReclaimPolicy)
 
 
 class _ThreadState(threading.local):
@@ -222,7 +222,9 @@ def reclaim(*, force: bool = False) -> None:
         owner.retire(scope)
     else:
         owner.drain(scope.generation.device)
-    policy.drained(_cached_bytes())
+        if policy.worth_retiring(_cached_bytes()):
+            owner.retire(scope)
+    policy.reclaimed(_cached_bytes())
     after = _free_bytes()
     logger.debug(
         "Reclaimed %.1f MiB of device memory during the load, %.1f MiB are free",
