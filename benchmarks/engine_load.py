@@ -60,8 +60,8 @@ class LoadOnly(Exception):
 
 
 class Meter:
-    """Follows the current card's used memory: sampled every 2 ms on a real one, exact on
-    a simulated one, where no kernel makes a peak last."""
+    """Follows the current card's used memory, sampled every 2 ms; exact on a simulated
+    card, where no kernel makes a peak last."""
 
     def __init__(self) -> None:
         import torch
