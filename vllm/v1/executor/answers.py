@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Keeps each worker's answers in step with the calls that were sent to it."""
 
 import time
@@ -36,6 +37,7 @@ class Answers:
 
         Raises:
             TimeoutError: it is not there yet.
+
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

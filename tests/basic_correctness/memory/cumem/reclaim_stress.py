@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A load that reclaims while other threads allocate, free and read statistics.
 
 For a real card and for a simulated one, where kernels do nothing: contents are written
@@ -84,7 +85,7 @@ def reclaim_against_other_threads(allocator: CuMemAllocator) -> None:
         tensors = [filled(size, 100 + number) for size in sizes]
         assert all(holds(tensor, 100 + number) for tensor in tensors)
         del tensors[1]
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
         assert all(holds(tensor, 100 + number) for tensor in tensors)
 
     def read_statistics(number: int) -> None:
