@@ -154,7 +154,8 @@ def overlay(stock: Path, changed: Path, scratch: Path) -> Path:
 
 
 def make_row(name: str, case: dict, fork: dict, stock: dict, rate: float) -> dict:
-    layer = fork["layer_bytes"]
+    # The layer as the release creates it; the fork's may have room for padding.
+    layer = stock["layer_bytes"]
     needed = max(layer, fork["result_bytes"])
     return {
         "format": name,
