@@ -60,15 +60,19 @@ class LoadOnly(Exception):
 
 
 class Meter:
-    """Follows the current card's used memory, sampled every 2 ms."""
+    """Follows the current card's used memory, sampled every 2 ms; exact on a simulated
+    card, where no kernel makes a peak last."""
 
     def __init__(self) -> None:
         import torch
 
-        self.peak = 0.0
+        self._card = simulated_card()
+        self._sampled = 0.0
         self._device = torch.cuda.current_device()
         self._start = self._read()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.restart()
+        if not self._card:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _read(self) -> int:
         import torch
@@ -81,14 +85,32 @@ class Meter:
 
         torch.cuda.set_device(self._device)  # a new thread starts on the first one
         while True:
-            self.peak = max(self.peak, self.used())
+            self._sampled = max(self._sampled, self.used())
             time.sleep(0.002)
+
+    @property
+    def peak(self) -> float:
+        """Highest use since the last restart."""
+        if not self._card:
+            return self._sampled
+        above = self._card.peak(self._device) - self._card.used(self._device)
+        return round(self.used() + above / GIB, 3)
 
     def used(self) -> float:
         return round((self._read() - self._start) / GIB, 3)
 
     def restart(self) -> None:
-        self.peak = self.used()
+        self._sampled = self.used()
+        if self._card:
+            self._card.peak(self._device, reset=True)
+
+
+def simulated_card() -> Any:
+    """The module that asks the simulated card of this process; None on a real card."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tools.rehearsal import card
+
+    return card if card.is_simulated() else None
 
 
 def model_folder(shape: str, layers: int | None) -> str:
@@ -277,9 +299,7 @@ def capability_without_cuda() -> Iterator[None]:
         torch.cuda.get_device_capability = real
 
 
-def serve_forked(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], dict]
-) -> None:
+def serve() -> None:
     """Import once, then fork a child for each line of arguments; answer in JSON."""
     with capability_without_cuda():
         for name in PRELOADED:
@@ -287,7 +307,7 @@ def serve_forked(
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            result = run(parser.parse_args(shlex.split(line)))
+            result = run(parser().parse_args(shlex.split(line)))
             print(json.dumps(result), flush=True)
             os._exit(0)  # an engine's shutdown can hang, or print after the result
         deadline = time.monotonic() + 240
@@ -303,7 +323,7 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if args.serve:
-        return serve_forked(parser(), run)
+        return serve()
     if not args.shape:
         parser().error("which shape?")
     print(json.dumps(run(args)), flush=True)

@@ -15,67 +15,16 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
+import sys
 import time
 import traceback
 from typing import Any
 
-from engine_load import (
-    ENVIRONMENT,
-    Meter,
-    capability_without_cuda,
-    model_folder,
-    serve_forked,
-)
-from small_card import GIB, leave_free
+from engine_load import ENVIRONMENT, capability_without_cuda, model_folder
 
 SHORT_OF_MEMORY_GIB = 1.0
 """What a rank that is to fail its wake has free."""
-
-
-class RankMeter:
-    """Methods that a worker gets, so that each rank measures itself."""
-
-    def sleepload_figures(self) -> dict[str, float]:
-        return self._sleepload_figures
-
-    def sleepload_used(self) -> float:
-        return self._sleepload_meter.used()
-
-    def sleepload_take(self, rank: int, card: float) -> None:
-        """Leave this many GiB free on one rank's GPU."""
-        if self.rank == rank:
-            self._sleepload_ballast = leave_free(card)
-
-    def sleepload_give(self, rank: int) -> None:
-        """Give back what was taken."""
-        if self.rank == rank:
-            self._sleepload_ballast.free()
-
-
-def measure_workers() -> None:
-    """Make the workers that are forked from here note their load and their KV cache."""
-    import torch
-
-    from vllm.v1.worker.gpu_worker import Worker
-
-    load, available = Worker.load_model, Worker.determine_available_memory
-
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        meter = self._sleepload_meter = Meter()
-        load(self, *args, **kwargs)
-        torch.cuda.synchronize()
-        self._sleepload_figures = {"load_peak": meter.peak, "after_load": meter.used()}
-
-    def determine_available_memory(self: Any) -> int:
-        size = available(self)
-        self._sleepload_figures["kv_cache"] = round(size / GIB, 3)
-        return size
-
-    Worker.load_model = load_model
-    Worker.determine_available_memory = determine_available_memory
-    for name, function in vars(RankMeter).items():
-        if name.startswith("sleepload"):
-            setattr(Worker, name, function)
 
 
 def digests(llm: Any) -> list[str]:
@@ -115,7 +64,6 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def load(args: argparse.Namespace) -> Any:
     from vllm import LLM
 
-    measure_workers()
     return LLM(
         model=model_folder(args.shape, args.layers),
         load_format="dummy",
@@ -126,6 +74,7 @@ def load(args: argparse.Namespace) -> Any:
         max_num_seqs=8,
         enable_sleep_mode=args.sleep,
         tensor_parallel_size=args.tensor_parallel_size,
+        worker_extension_cls="rank_meter.RankMeter",
     )
 
 
@@ -194,14 +143,13 @@ def main() -> None:
     args = parser().parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # The workers are forked from this process, so that they are the measured class.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    if args.serve:
-        return serve_forked(parser(), run)
-    if not args.shape:
+    if not args.serve and not args.shape:
         parser().error("which shape?")
+    lines = sys.stdin if args.serve else [shlex.join(sys.argv[1:])]
+    # As long as this process has not started CUDA, its workers are forked, not spawned.
     with capability_without_cuda():
-        print(json.dumps(run(args)), flush=True)
+        for line in lines:
+            print(json.dumps(run(parser().parse_args(shlex.split(line)))), flush=True)
     os._exit(0)
 
 

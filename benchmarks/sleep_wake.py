@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast sleep and wake are, and whether many cycles leave anything behind.
 
-    python benchmarks/sleep_wake.py --fork DIR --stock DIR [--sizes 1,4] [--json FILE]
+    python benchmarks/sleep_wake.py --fork DIR --stock DIR [--sizes 1,20] [--json FILE]
     python benchmarks/sleep_wake.py --cycles 1000 [--simulated] [--json FILE]
 
 The first form needs a GPU. DIR is a folder that holds a ``vllm`` package: this fork's,
 and the released one's. For each size (GiB) and build, a new process times the
 allocator's calls: the first cycle, the median of five later ones, and pinned copies of
 as many bytes. "fork, prepared" made its host memory before the first sleep. Each line
-of the output is a measurement as JSON, in seconds and GB/s.
+of the output is a measurement as JSON, in seconds and GB/s. One process runs at a time,
+so the host needs memory for the largest size once, and a sixth more: stock's pinned
+allocations are powers of two. A size that the host has no room for is left out, and a
+line says so.
 
 The second form runs cycles of the installed vllm on random contents, with memory
 overwritten whenever it is mapped, and compares every byte. With --simulated it does so
@@ -33,6 +36,9 @@ MIB, GIB = 1 << 20, 1 << 30
 LATER_CYCLES = 5
 LAYER_MIB = (256, 192, 48, 12, 4)
 """Sizes of the tensors of one layer; 512 MiB together."""
+
+STOCK_ROUNDING = 7 / 6
+"""Of its pinned memory to the sizes above, by which powers of two exceed them."""
 
 PINNED_BUFFER = GIB
 POISON = 0xA5
@@ -77,6 +83,21 @@ def checksum(tensors: Sequence[Any]) -> list[int]:
     return [int(t.view(torch.int32).sum(dtype=torch.int64)) for t in tensors]
 
 
+def huge_pages() -> str:
+    """The system's choice: always, madvise or never."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "never"
+    return text.partition("[")[2].partition("]")[0]
+
+
+def kilobytes(file: str, field: str) -> int:
+    """A field of a file of the kernel's with lines ``field: N kB``."""
+    lines = Path(file).read_text().splitlines()
+    return next((int(x.split()[1]) for x in lines if x.startswith(f"{field}:")), 0)
+
+
 def measure(name: str, gib: float) -> dict[str, Any]:
     """Time one build, the vllm that this process imports."""
     import torch
@@ -92,7 +113,12 @@ def measure(name: str, gib: float) -> dict[str, Any]:
                 weights.append(piece.random_())
     size = sum(weight.nbytes for weight in weights)
     before = checksum(weights)
-    result: dict[str, Any] = {"build": name, "gib": gib, "segments": len(weights)}
+    result: dict[str, Any] = {
+        "build": name,
+        "gib": gib,
+        "tensors": len(weights),
+        "huge_pages": huge_pages(),
+    }
     if name == "fork, prepared":
         start = time.perf_counter()
         allocator.prepare_sleep()
@@ -100,8 +126,11 @@ def measure(name: str, gib: float) -> dict[str, Any]:
         result["prepare_s"] = time.perf_counter() - start
     equal = True
     sleeps, wakes = [], []
-    for _ in range(1 + LATER_CYCLES):
+    for cycle in range(1 + LATER_CYCLES):
         sleeps.append(seconds(lambda: allocator.sleep(offload_tags="weights")))
+        if cycle == 0:
+            granted = kilobytes("/proc/self/smaps_rollup", "AnonHugePages")
+            result["huge_pages_gib"] = round(granted / (1 << 20), 2)
         wakes.append(seconds(allocator.wake_up))
         equal &= checksum(weights) == before
     to_host, to_device = pinned_copies(size)
@@ -126,6 +155,10 @@ def compare(builds: dict[str, str], sizes: list[float]) -> list[dict[str, Any]]:
     """Each build (its folder) at each size, in a process of its own."""
     results = []
     for gib in sizes:
+        room = (kilobytes("/proc/meminfo", "MemAvailable") << 10) - PINNED_BUFFER
+        if gib * GIB * STOCK_ROUNDING > room:
+            print(f"{gib} GiB left out: the host has room for {room / GIB:.0f} GiB")
+            continue
         for name, site in builds.items():
             path = ":".join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
             env = os.environ | {"PYTHONPATH": path}
@@ -296,7 +329,7 @@ def main() -> int:
     )
     parser.add_argument("--fork", help="a folder with this fork's vllm package")
     parser.add_argument("--stock", help="a folder with the released vllm package")
-    parser.add_argument("--sizes", default="1,4,20", help="GiB of weights")
+    parser.add_argument("--sizes", default="1,4,20,60", help="GiB of weights")
     parser.add_argument("--cycles", type=int, help="compare contents over many cycles")
     parser.add_argument("--simulated", action="store_true", help="on a simulated card")
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -53,7 +53,8 @@ inline std::string bytes_on_device(std::uint64_t size, int device) {
 }
 
 // Reports a failure that the caller cannot be told of. Nothing is printed: out
-// of memory is a normal answer to PyTorch, which frees its cache and asks again.
+// of memory is a normal answer to PyTorch, which frees its cache and asks
+// again.
 inline void latch(const std::string& what, const Status& status) {
   // After the driver has shut down, at the end of the process, there is nothing
   // left that could be released.
@@ -61,8 +62,8 @@ inline void latch(const std::string& what, const Status& status) {
   table().latch(what + ": " + status.text());
 }
 
-// Offers each part of it to the driver once. What the driver refuses is kept, to
-// be offered again.
+// Offers each part of it to the driver once. What the driver refuses is kept,
+// to be offered again.
 inline Status give_back(Leftover left) {
   Status status;
   const auto took = [&status](const Status& answer) {
@@ -148,8 +149,7 @@ inline Status build_segment(std::int64_t size, CUstream stream,
 
 // A new mapped segment of at least `size` bytes; nullptr, and a latched error,
 // when there is none to be had.
-inline void* allocate(std::int64_t size, int device,
-                      CUstream stream) noexcept {
+inline void* allocate(std::int64_t size, int device, CUstream stream) noexcept {
   Segment segment;
   segment.device = device;
   segment.tag = scope_tag();
@@ -189,7 +189,8 @@ inline void release_postponed(const std::optional<Segment>& segment) {
   latch(free_of(*segment), status);
 }
 
-// Frees the segment at `pointer`. `stream` is the one that it was allocated for.
+// Frees the segment at `pointer`. `stream` is the one that it was allocated
+// for.
 inline void deallocate(void* pointer, CUstream stream) noexcept {
   const auto address = reinterpret_cast<std::uint64_t>(pointer);
   std::optional<Segment> segment = table().claim_for_free(address);
@@ -273,8 +274,8 @@ inline Status put_segment_to_sleep(int device, std::uint64_t size,
                        &postponed);
   }
   release_postponed(postponed);
-  return std::move(status).with(
-      ": unmapping " + bytes_on_device(segment.size, segment.device));
+  return std::move(status).with(": unmapping " +
+                                bytes_on_device(segment.size, segment.device));
 }
 
 // False when nobody holds the segment. The last holder releases it if it was

@@ -36,8 +36,8 @@ class DeviceScope {
     // PyTorch asks for memory inside captures too. Creating, mapping and
     // unmapping are "potentially unsafe" calls, which a relaxed thread may
     // make without harm to a capture that is open here or on another thread.
-    relaxed_ = driver().cuThreadExchangeStreamCaptureMode(&mode_) ==
-               CUDA_SUCCESS;
+    relaxed_ =
+        driver().cuThreadExchangeStreamCaptureMode(&mode_) == CUDA_SUCCESS;
     status_ = enter(device);
   }
 

@@ -12,23 +12,23 @@
 namespace cumem {
 
 // Every driver function that the allocator calls.
-#define CUMEM_DRIVER_FUNCTIONS(F)        \
-  F(cuGetErrorName)                      \
-  F(cuCtxGetCurrent)                     \
-  F(cuCtxSetCurrent)                     \
-  F(cuCtxGetDevice)                      \
-  F(cuDevicePrimaryCtxRetain)            \
-  F(cuDeviceGetAttribute)                \
-  F(cuThreadExchangeStreamCaptureMode)   \
-  F(cuStreamIsCapturing)                 \
-  F(cuStreamSynchronize)                 \
-  F(cuMemGetAllocationGranularity)       \
-  F(cuMemAddressReserve)                 \
-  F(cuMemAddressFree)                    \
-  F(cuMemCreate)                         \
-  F(cuMemRelease)                        \
-  F(cuMemMap)                            \
-  F(cuMemUnmap)                          \
+#define CUMEM_DRIVER_FUNCTIONS(F)      \
+  F(cuGetErrorName)                    \
+  F(cuCtxGetCurrent)                   \
+  F(cuCtxSetCurrent)                   \
+  F(cuCtxGetDevice)                    \
+  F(cuDevicePrimaryCtxRetain)          \
+  F(cuDeviceGetAttribute)              \
+  F(cuThreadExchangeStreamCaptureMode) \
+  F(cuStreamIsCapturing)               \
+  F(cuStreamSynchronize)               \
+  F(cuMemGetAllocationGranularity)     \
+  F(cuMemAddressReserve)               \
+  F(cuMemAddressFree)                  \
+  F(cuMemCreate)                       \
+  F(cuMemRelease)                      \
+  F(cuMemMap)                          \
+  F(cuMemUnmap)                        \
   F(cuMemSetAccess)
 
 struct Driver {
@@ -55,11 +55,11 @@ inline Driver* open_driver() {
     driver->missing = reason ? reason : "libcuda.so.1 cannot be opened";
     return driver;
   }
-#define CUMEM_LOAD(name)                                                   \
-  driver->name = reinterpret_cast<decltype(&::name)>(                      \
-      dlsym(library, CUMEM_SYMBOL(name)));                                 \
-  if (driver->name == nullptr && driver->missing.empty()) {                \
-    driver->missing = "libcuda.so.1 has no " CUMEM_SYMBOL(name);           \
+#define CUMEM_LOAD(name)                                                       \
+  driver->name =                                                               \
+      reinterpret_cast<decltype(&::name)>(dlsym(library, CUMEM_SYMBOL(name))); \
+  if (driver->name == nullptr && driver->missing.empty()) {                    \
+    driver->missing = "libcuda.so.1 has no " CUMEM_SYMBOL(name);               \
   }
   CUMEM_DRIVER_FUNCTIONS(CUMEM_LOAD)
 #undef CUMEM_LOAD
@@ -124,12 +124,11 @@ class Status {
 };
 
 // Calls one driver function by name and turns its result into a Status.
-#define CUMEM_CALL(name, ...)                                       \
-  ([&]() -> ::cumem::Status {                                       \
-    const CUresult result = ::cumem::driver().name(__VA_ARGS__);    \
-    return result == CUDA_SUCCESS                                   \
-               ? ::cumem::Status()                                  \
-               : ::cumem::Status::failed(#name, result);            \
+#define CUMEM_CALL(name, ...)                                               \
+  ([&]() -> ::cumem::Status {                                               \
+    const CUresult result = ::cumem::driver().name(__VA_ARGS__);            \
+    return result == CUDA_SUCCESS ? ::cumem::Status()                       \
+                                  : ::cumem::Status::failed(#name, result); \
   }())
 
 }  // namespace cumem

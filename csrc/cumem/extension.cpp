@@ -19,8 +19,7 @@
 
 // PyTorch calls both under its allocator's lock. Without observers neither
 // touches the GIL: its holder may be waiting for that very lock.
-CUMEM_EXPORT void* my_malloc(ssize_t size, int device,
-                             CUstream stream) {
+CUMEM_EXPORT void* my_malloc(ssize_t size, int device, CUstream stream) {
   return cumem::allocate(size, device, stream);
 }
 
@@ -137,8 +136,8 @@ PyObject* forget_observers(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef forget_observers_method = {
-    "forget_observers", forget_observers, METH_NOARGS, nullptr};
+PyMethodDef forget_observers_method = {"forget_observers", forget_observers,
+                                       METH_NOARGS, nullptr};
 
 // Observers must not be called once the interpreter is being finalized: a
 // thread that asks for the GIL then is ended inside PyTorch. Handlers of
@@ -148,10 +147,9 @@ bool forget_observers_at_exit() {
   if (registered) return true;
   PyObject* module = PyImport_ImportModule("atexit");
   PyObject* handler = PyCFunction_New(&forget_observers_method, nullptr);
-  PyObject* done =
-      module && handler
-          ? PyObject_CallMethod(module, "register", "O", handler)
-          : nullptr;
+  PyObject* done = module && handler
+                       ? PyObject_CallMethod(module, "register", "O", handler)
+                       : nullptr;
   registered = done != nullptr;
   Py_XDECREF(done);
   Py_XDECREF(handler);
@@ -220,10 +218,9 @@ PyObject* unhold(PyObject*, PyObject* args) {
   unsigned long long address = 0;
   if (!PyArg_ParseTuple(args, "K:unhold", &address)) return nullptr;
   if (!without_gil([&] { return cumem::unhold_segment(address); })) {
-    PyErr_SetString(PyExc_RuntimeError,
-                    ("unhold: nobody holds a segment at " +
-                     cumem::hexadecimal(address))
-                        .c_str());
+    PyErr_SetString(PyExc_RuntimeError, ("unhold: nobody holds a segment at " +
+                                         cumem::hexadecimal(address))
+                                            .c_str());
     return nullptr;
   }
   Py_RETURN_NONE;
@@ -239,15 +236,14 @@ PyObject* set_scope(PyObject*, PyObject* args) {
     return nullptr;
   }
   const std::string name(tag, length);
-  cumem::scope().tag =
-      without_gil([&] { return cumem::table().intern(name); });
+  cumem::scope().tag = without_gil([&] { return cumem::table().intern(name); });
   cumem::scope().generation = generation;
   Py_RETURN_NONE;
 }
 
 PyObject* text_object(const std::string& text) {
-  return PyUnicode_DecodeUTF8(text.data(),
-                              static_cast<Py_ssize_t>(text.size()), "replace");
+  return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()),
+                              "replace");
 }
 
 PyObject* get_scope(PyObject*, PyObject*) {
@@ -256,14 +252,14 @@ PyObject* get_scope(PyObject*, PyObject*) {
 }
 
 PyObject* segment_object(const cumem::Segment& segment) {
-  return Py_BuildValue(
-      "(iKKKNNKL)", segment.device,
-      static_cast<unsigned long long>(segment.size),
-      static_cast<unsigned long long>(segment.address),
-      static_cast<unsigned long long>(segment.handle),
-      text_object(*segment.tag), PyBool_FromLong(segment.asleep),
-      static_cast<unsigned long long>(segment.serial),
-      static_cast<long long>(segment.generation));
+  return Py_BuildValue("(iKKKNNKL)", segment.device,
+                       static_cast<unsigned long long>(segment.size),
+                       static_cast<unsigned long long>(segment.address),
+                       static_cast<unsigned long long>(segment.handle),
+                       text_object(*segment.tag),
+                       PyBool_FromLong(segment.asleep),
+                       static_cast<unsigned long long>(segment.serial),
+                       static_cast<long long>(segment.generation));
 }
 
 // A list of `make(item)` for each item.
@@ -300,13 +296,13 @@ PyObject* counters(PyObject*, PyObject*) {
     cumem::offer_leftovers();
     return cumem::table().counters();
   });
-  return Py_BuildValue(
-      "{sKsKsKsKsKsKsKsKsKsK}", "mapped_bytes", now.mapped_bytes,
-      "peak_mapped_bytes", now.peak_mapped_bytes, "reserved_bytes",
-      now.reserved_bytes, "returned_bytes", now.returned_bytes, "segments",
-      now.segments, "mallocs", now.mallocs, "frees", now.frees,
-      "failed_mallocs", now.failed_mallocs, "errors", now.errors, "leftovers",
-      now.leftovers);
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "mapped_bytes",
+                       now.mapped_bytes, "peak_mapped_bytes",
+                       now.peak_mapped_bytes, "reserved_bytes",
+                       now.reserved_bytes, "returned_bytes", now.returned_bytes,
+                       "segments", now.segments, "mallocs", now.mallocs,
+                       "frees", now.frees, "failed_mallocs", now.failed_mallocs,
+                       "errors", now.errors, "leftovers", now.leftovers);
 }
 
 PyObject* reset_peak(PyObject*, PyObject*) {
@@ -328,16 +324,19 @@ PyMethodDef methods[] = {
     {"init_module", init_module, METH_VARARGS,
      "init_module(malloc_fn, free_fn)\n\n"
      "Install two observers, or none with None twice. malloc_fn receives\n"
-     "(device, size, address, handle) of each new segment, free_fn the address\n"
+     "(device, size, address, handle) of each new segment, free_fn the "
+     "address\n"
      "of each segment that is about to be freed. With observers, allocating\n"
      "and freeing wait for the GIL under PyTorch's allocator lock."},
     {"python_create_and_map", python_create_and_map, METH_VARARGS,
      "python_create_and_map(device, size, address, handle)\n\n"
-     "Wake a segment: fresh physical memory at the same address. The handle is\n"
+     "Wake a segment: fresh physical memory at the same address. The handle "
+     "is\n"
      "ignored. Raises RuntimeError, and the segment is asleep as before."},
     {"python_unmap_and_release", python_unmap_and_release, METH_VARARGS,
      "python_unmap_and_release(device, size, address, handle)\n\n"
-     "Put a segment to sleep: its physical memory goes, its address stays. The\n"
+     "Put a segment to sleep: its physical memory goes, its address stays. "
+     "The\n"
      "handle is ignored. The caller makes sure that no kernel uses it. Raises\n"
      "RuntimeError if the driver refuses."},
     {"set_scope", set_scope, METH_VARARGS,
@@ -359,9 +358,12 @@ PyMethodDef methods[] = {
     {"counters", counters, METH_NOARGS,
      "counters() -> dict\n\n"
      "mapped_bytes, peak_mapped_bytes, reserved_bytes (addresses, mapped or\n"
-     "asleep), returned_bytes (of freed segments, those freed asleep left out),\n"
-     "segments, mallocs, frees, failed_mallocs, errors. Bytes include segments\n"
-     "whose free is postponed. leftovers: segments and failed attempts of which\n"
+     "asleep), returned_bytes (of freed segments, those freed asleep left "
+     "out),\n"
+     "segments, mallocs, frees, failed_mallocs, errors. Bytes include "
+     "segments\n"
+     "whose free is postponed. leftovers: segments and failed attempts of "
+     "which\n"
      "the driver refused to take something back. It is offered again at each\n"
      "call, and what is mapped or reserved stays in the bytes."},
     {"reset_peak", reset_peak, METH_NOARGS,

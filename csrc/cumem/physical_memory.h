@@ -95,8 +95,8 @@ inline Status create_memory(const DeviceTraits& traits, std::uint64_t size,
 }
 
 // Puts fresh physical memory behind [address, address + size), readable and
-// writable by its device. On failure `handle` (or 0) and `mapped` say what there
-// is to give back.
+// writable by its device. On failure `handle` (or 0) and `mapped` say what
+// there is to give back.
 inline Status map_memory(const DeviceTraits& traits, CUdeviceptr address,
                          std::uint64_t size, Handle* handle, bool* mapped) {
   *mapped = false;

@@ -27,12 +27,12 @@ namespace cumem {
 // A range of device addresses, with physical memory behind it unless asleep.
 struct Segment {
   int device = 0;
-  std::uint64_t size = 0;     // bytes, a multiple of the granularity
+  std::uint64_t size = 0;  // bytes, a multiple of the granularity
   std::uint64_t address = 0;
-  std::uint64_t handle = 0;   // of the physical memory; 0 while asleep
+  std::uint64_t handle = 0;  // of the physical memory; 0 while asleep
   const std::string* tag = nullptr;
   std::int64_t generation = 0;
-  std::uint64_t serial = 0;   // never given twice
+  std::uint64_t serial = 0;  // never given twice
   bool asleep = false;
 
   // How many users need it to exist; a free waits for the last of them.
@@ -92,8 +92,8 @@ class SegmentTable {
     counters_.failed_mallocs += 1;
   }
 
-  // Freeing, step 1: takes the segment out of everyone's sight but its holders'.
-  // Nothing when there is none or it was freed before.
+  // Freeing, step 1: takes the segment out of everyone's sight but its
+  // holders'. Nothing when there is none or it was freed before.
   std::optional<Segment> claim_for_free(std::uint64_t address) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = segments_.find(address);
@@ -126,8 +126,8 @@ class SegmentTable {
       counters_.returned_bytes += segment.size;
     }
     counters_.reserved_bytes -= segment.size;
-    const Leftover left{segment.device,   segment.size,   address,
-                        !segment.asleep,  segment.handle, true};
+    const Leftover left{segment.device,  segment.size,   address,
+                        !segment.asleep, segment.handle, true};
     segments_.erase(found);
     if (Leftover* const earlier = leftovers_.mapped_at(address)) {
       earlier->reserved = true;
@@ -181,16 +181,17 @@ class SegmentTable {
     Segment& entry = found->second;
     const std::string name = "the segment at " + hexadecimal(address);
     if (entry.size != size || entry.device != device) {
-      return name + " has " + std::to_string(entry.size) +
-             " bytes on device " + std::to_string(entry.device) + ", not " +
-             std::to_string(size) + " on device " + std::to_string(device);
+      return name + " has " + std::to_string(entry.size) + " bytes on device " +
+             std::to_string(entry.device) + ", not " + std::to_string(size) +
+             " on device " + std::to_string(device);
     }
     if (entry.changing) return name + " is in use by another thread";
     if (entry.asleep != asleep_now) {
       return name + (asleep_now ? " is mapped already" : " is asleep already");
     }
     if (asleep_now && leftovers_.mapped_at(address)) {
-      return name + " cannot be woken yet: the driver has refused to undo an "
+      return name +
+             " cannot be woken yet: the driver has refused to undo an "
              "earlier mapping there; try again later";
     }
     entry.changing = true;

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """One build and one loaded extension for all tests of this folder."""
 
 from __future__ import annotations

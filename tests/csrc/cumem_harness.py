@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Builds the CuMem extension with its fake driver, and loads both.
 
 Nothing here needs a device, torch or an installed vLLM: only CMake, a C++ compiler

@@ -149,9 +149,9 @@ void drop_if_unused(std::uint64_t handle) {
 
 }  // namespace
 
-#define ENTER(function)                              \
-  std::unique_lock<std::mutex> lock(mutex);          \
-  CUresult planned = CUDA_SUCCESS;                   \
+#define ENTER(function)                     \
+  std::unique_lock<std::mutex> lock(mutex); \
+  CUresult planned = CUDA_SUCCESS;          \
   if (fails(&lock, #function, &planned)) return planned
 
 extern "C" {
@@ -159,11 +159,21 @@ extern "C" {
 
 CUresult cuGetErrorName(CUresult error, const char** name) {
   switch (error) {
-    case CUDA_ERROR_INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
-    case CUDA_ERROR_OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
-    case CUDA_ERROR_DEINITIALIZED: *name = "CUDA_ERROR_DEINITIALIZED"; break;
-    case CUDA_ERROR_UNKNOWN: *name = "CUDA_ERROR_UNKNOWN"; break;
-    default: *name = nullptr; return CUDA_ERROR_INVALID_VALUE;
+    case CUDA_ERROR_INVALID_VALUE:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      break;
+    case CUDA_ERROR_OUT_OF_MEMORY:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      break;
+    case CUDA_ERROR_DEINITIALIZED:
+      *name = "CUDA_ERROR_DEINITIALIZED";
+      break;
+    case CUDA_ERROR_UNKNOWN:
+      *name = "CUDA_ERROR_UNKNOWN";
+      break;
+    default:
+      *name = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
   }
   return CUDA_SUCCESS;
 }
@@ -372,8 +382,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size,
     return violate("cuMemSetAccess of a range that is not mapped");
   }
   if (count != 1 || access->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE ||
-      access->location.id !=
-          fake().memory.at(found->second.handle).device) {
+      access->location.id != fake().memory.at(found->second.handle).device) {
     return violate("cuMemSetAccess without read and write for the device");
   }
   found->second.accessible = true;

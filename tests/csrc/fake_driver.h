@@ -12,8 +12,9 @@
 // current context on the calling thread but that of device 0.
 FAKE_API void fake_reset(std::uint64_t mib);
 
-// The `nth` call (1 = the next) of the named function, and the `times` - 1 after
-// it, change nothing and return `code`. With `times` 0 none fails any more.
+// The `nth` call (1 = the next) of the named function, and the `times` - 1
+// after it, change nothing and return `code`. With `times` 0 none fails any
+// more.
 FAKE_API void fake_fail(const char* function, int nth, int times, int code);
 
 // How often the named function was called since the last reset.
@@ -27,8 +28,8 @@ FAKE_API std::uint64_t fake_count(const char* what);
 // The violations, one a line.
 FAKE_API const char* fake_violations();
 
-// "fabric": devices support fabric handles. "fabric_denied": but creating memory
-// with one is not permitted. "rdma": devices support GPUDirect RDMA.
+// "fabric": devices support fabric handles. "fabric_denied": but creating
+// memory with one is not permitted. "rdma": devices support GPUDirect RDMA.
 // "gone": the driver has shut down.
 FAKE_API void fake_set(const char* option, int value);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads that allocate and free on a small card, against threads that put the
 // same segments to sleep, wake them, hold them and list them; first without
-// faults, then while calls to the driver fail. Ends with 0 if nothing leaked and
-// the driver saw nothing that it must not see.
+// faults, then while calls to the driver fail. Ends with 0 if nothing leaked
+// and the driver saw nothing that it must not see.
 //
 //   stress_{address,thread} SECONDS [SEED]
 #include <atomic>
@@ -53,7 +53,8 @@ void allocate_and_free(int number, unsigned seed) {
     const bool grow = !stop && mine.size() < kKeep && random() % 2 == 0;
     if (grow || mine.empty()) {
       cumem::scope().generation += 1;
-      void* pointer = cumem::allocate((1 + random() % 9) * kMiB, device, stream);
+      void* pointer =
+          cumem::allocate((1 + random() % 9) * kMiB, device, stream);
       (pointer ? tally.allocated : tally.refused) += 1;
       if (pointer) mine.push_back(pointer);
       if (stop && mine.empty()) break;
@@ -85,9 +86,9 @@ void sleep_and_wake(unsigned seed) {
         expect(fake_is_reserved(segment.address), "a held segment went away");
       }
       if (random() % 4 != 0) {
-        tally.woken += cumem::wake_segment(segment.device, segment.size,
-                                           segment.address)
-                           .ok();
+        tally.woken +=
+            cumem::wake_segment(segment.device, segment.size, segment.address)
+                .ok();
       }
       if (hold) {
         tally.held += 1;
@@ -146,8 +147,8 @@ void run(const char* name, double seconds, unsigned seed,
   const std::uint64_t leftovers = cumem::table().counters().leftovers;
   cumem::offer_leftovers();
 
-  expect(fake_count("violations") == 0, std::string(name) + ": the driver saw " +
-                                            fake_violations());
+  expect(fake_count("violations") == 0,
+         std::string(name) + ": the driver saw " + fake_violations());
   const cumem::Counters now = cumem::table().counters();
   expect(now.segments == 0 && now.mapped_bytes == 0 && now.reserved_bytes == 0,
          std::string(name) + ": the table is not empty");

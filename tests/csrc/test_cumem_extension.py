@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the extension offers to Python and to PyTorch, without faults."""
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ def test_imports_without_a_usable_driver(build, driver):
             [
                 sys.executable,
                 "-c",
-                "import ctypes\n"
-                "try: ctypes.CDLL('libcuda.so.1'); print(True)\n"
-                "except OSError: print(False)",
+                (
+                    "import ctypes\n"
+                    "try: ctypes.CDLL('libcuda.so.1'); print(True)\n"
+                    "except OSError: print(False)"
+                ),
             ],
             env=environment,
             text=True,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Each call to the driver fails in turn: what is undone, said, and still works.
 
 Every test ends with the check of the `card` fixture that nothing leaked. What the
@@ -7,9 +8,8 @@ driver refuses to take back is the subject of test_cumem_leftovers.py.
 
 from __future__ import annotations
 
-import re
-
 import pytest
+import regex as re
 from cumem_harness import GRANULARITY, MIB, ROOT, UNKNOWN_ERROR
 
 # What one allocation calls, once the device is known, and what may fail in it.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the driver refuses to take back is kept and offered again.
 
 Every test ends with the check of the `card` fixture that nothing is left, in the driver
@@ -7,6 +8,7 @@ or on the extension's books.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -45,7 +47,7 @@ def until_it_works(step: Callable[[], object]) -> object:
 def life(card) -> None:
     """Every way in which memory comes and goes, each tried until it works."""
 
-    def change(address: int, asleep: bool) -> bool:
+    def change(address: int, asleep: bool) -> bool | None:
         if card.asleep(address) != asleep:
             (card.sleep if asleep else card.wake)(address)
         return card.asleep(address) == asleep or None
@@ -53,7 +55,7 @@ def life(card) -> None:
     first = until_it_works(lambda: card.allocator.malloc(3 * MIB))
     second = until_it_works(lambda: card.allocator.malloc(MIB, stream=STREAM))
     for asleep in (True, False, True):
-        until_it_works(lambda asleep=asleep: change(first, asleep))
+        until_it_works(functools.partial(change, first, asleep))
     assert card.cumem.hold(second, card.segment(second)[6])
     card.free(second, stream=STREAM)
     card.cumem.unhold(second)

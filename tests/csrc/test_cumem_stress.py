@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The core of the extension, without Python, under sanitizers.
 
 CUMEM_STRESS_SECONDS says how long each program runs (default 4); a program prints the

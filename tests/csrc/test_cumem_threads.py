@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Threads, the GIL, and the end of the interpreter."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A device, and as much of PyTorch's pools on it as generations rely on.
 
 One tensor has one segment. A freed segment stays in its pool until `empty_cache`,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Segments in host memory, with the extension's rules and faults on demand."""
 
 import ctypes
@@ -46,6 +47,7 @@ class FakeExtension:
         Args:
             how: "before" it did anything, or "after", as when memory was unmapped but
                 could not be released.
+
         """
         self.faults[len(self.calls) + nth] = how
 

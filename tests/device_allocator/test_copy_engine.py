@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import contextlib
 
 import pytest
@@ -17,6 +18,7 @@ class FakeRuntime:
         self.done: list[tuple[int, int, int]] = []
         self.events: dict[int, tuple[int, int]] = {}
         self.failing = ""
+        self.synchronized: list[int] = []
         self._next = 100
 
     def _check(self, name: str) -> None:
@@ -66,7 +68,6 @@ def runtime(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.device)
-    fake.synchronized = []
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronized.append)
     return fake
 

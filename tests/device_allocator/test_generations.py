@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import gc
 import threading
 
@@ -58,6 +59,18 @@ def test_roomy_device_retires_once(monkeypatch):
     with load.open():
         load.run(8)
     assert load.generations.retired == 1
+
+
+def test_a_generation_that_holds_much_is_retired(monkeypatch):
+    load = Load(monkeypatch, 100 * GIB)
+    with load.open():
+        load.device.free(load.device.allocate(7 * GIB))
+        reclaim()
+        assert load.generations.retired == 0
+        load.device.free(load.device.allocate(9 * GIB))
+        reclaim()
+        assert load.generations.retired == 1
+        assert load.device.free_bytes() == 100 * GIB
 
 
 def test_roomy_device_returns_replaced_weights_step_by_step(monkeypatch):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import gc
 import logging
 import mmap
@@ -48,10 +49,12 @@ def driver(monkeypatch):
 
 
 @pytest.fixture
-def warnings():
+def warnings(monkeypatch):
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
+    monkeypatch.setattr(
+        handler, "emit", lambda record: messages.append(record.getMessage())
+    )
     host_store.logger.addHandler(handler)
     yield messages
     host_store.logger.removeHandler(handler)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The figures of a load, on a device whose segments are one tensor each."""
 
 import logging
@@ -19,7 +20,7 @@ GIB = 1 << 30
 class Counts:
     """The extension's counters, of what a FakeDevice holds."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: "CountingDevice") -> None:
         self.device = device
 
     def reset_peak(self) -> None:
@@ -69,10 +70,12 @@ def device(monkeypatch):
 
 
 @pytest.fixture
-def logged():
+def logged(monkeypatch):
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
+    monkeypatch.setattr(
+        handler, "emit", lambda record: messages.append(record.getMessage())
+    )
     level = load_report.logger.level
     load_report.logger.setLevel(logging.INFO)
     load_report.logger.addHandler(handler)

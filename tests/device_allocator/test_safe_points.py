@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A load reclaims where a step has ended, and at no other place."""
 
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep and wake with a fault at every step: all or nothing, and repeatable."""
 
 from types import SimpleNamespace
@@ -75,7 +76,12 @@ def test_the_calls_are_those_that_the_faults_below_count(device):
 
 def test_all_copies_start_before_the_first_unmap(device):
     order = []
-    device.mover._copies.mark = lambda: order.append("mark") or (len(order),)
+
+    def mark():
+        order.append("mark")
+        return (len(order),)
+
+    device.mover._copies.mark = mark
     device.mover._copies.wait = lambda mark: order.append("wait")
     device.mover.suspend(
         device.segments(), [], meanwhile=lambda: order.append("meanwhile")

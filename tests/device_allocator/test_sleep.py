@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import logging
 from types import SimpleNamespace
 
@@ -33,11 +34,13 @@ def extension(monkeypatch):
 
 
 @pytest.fixture
-def logged():
+def logged(monkeypatch):
     """The messages of the logger of sleep and wake, whether or not it propagates."""
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
+    monkeypatch.setattr(
+        handler, "emit", lambda record: messages.append(record.getMessage())
+    )
     sleeper.logger.addHandler(handler)
     yield messages
     sleeper.logger.removeHandler(handler)

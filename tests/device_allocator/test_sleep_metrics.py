@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Bytes and throughput of sleep mode, from the allocator to the server's metrics."""
 
 from types import SimpleNamespace

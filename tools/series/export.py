@@ -53,6 +53,7 @@ def export(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refusal("is there already: give a new or an empty folder", file=str(out))
+    series = series.on(base.version)
     applied = apply_series(series, base, notices=False)
     sizes = measured(applied)
     messages = [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import libcst as cst
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from tools.series import syntax
 from tools.series.errors import Refusal
@@ -59,6 +61,11 @@ ENCLOSING = (
 )
 
 
+#: What a patch can be on a base: put on it, of no use there, or not fitting.
+APPLIES, NOT_NEEDED, MOVED = STATES = ("applies", "not needed", "anchor moved")
+EVERY_BASE = SpecifierSet()
+
+
 @dataclass(frozen=True)
 class Anchor:
     """A place in a file, said by code structure.
@@ -94,6 +101,7 @@ class Edit:
     within: str | None = None
     anchor: Anchor | None = None
     imports: tuple[str, ...] = ()
+    bases: SpecifierSet = EVERY_BASE
 
     def __str__(self) -> str:
         where = f"within {self.within}, " if self.within else ""
@@ -108,6 +116,20 @@ class Definitions:
     names: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
     after: str | None = None
+    bases: SpecifierSet = EVERY_BASE
+
+
+@dataclass(frozen=True)
+class OnBase:
+    """What is to say of a patch on some bases. Left out there unless ``applies``.
+
+    ``state`` is one of ``STATES``; ``reason`` says what differs there, and where the
+    patch is left out, what a user of that base lacks.
+    """
+
+    bases: SpecifierSet
+    state: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +157,7 @@ class Patch:
     trade_offs: str = ""
     related: str = ""
     results: tuple[Result, ...] = ()
+    on_bases: tuple[OnBase, ...] = ()
     new_files: tuple[str, ...] = ()
     definitions: tuple[Definitions, ...] = ()
     edits: tuple[Edit, ...] = ()
@@ -144,6 +167,19 @@ class Patch:
         paths = [part.path for part in self.definitions]
         paths += [edit.path for edit in self.edits]
         return list(dict.fromkeys(paths))
+
+    def on(self, version: str) -> OnBase | None:
+        """What the manifest says of the patch on that base."""
+        said = [row for row in self.on_bases if version in row.bases]
+        return said[0] if said else None
+
+    def parts(self, version: str) -> Patch:
+        """The patch with only those changes that are for that base."""
+        return dataclasses.replace(
+            self,
+            definitions=tuple(d for d in self.definitions if version in d.bases),
+            edits=tuple(e for e in self.edits if version in e.bases),
+        )
 
     def paths(self) -> list[str]:
         """Every file that this patch writes."""
@@ -171,12 +207,28 @@ class Series:
             if other.id in wanted:
                 wanted.update(other.requires)
         kept = tuple(p for p in self.patches if p.id in wanted)
-        return Series(self.root, kept, self.local, self.bases, self.not_grafted)
+        return dataclasses.replace(self, patches=kept)
+
+    def on(self, version: str) -> Series:
+        """The patches for that base, each with only the changes for it.
+
+        A patch that requires one whose anchors moved there is left out with it; one
+        that requires a patch which is not needed there stays.
+        """
+        kept: list[Patch] = []
+        moved: set[str] = set()
+        for patch in self.patches:
+            said = patch.on(version)
+            if (said and said.state == MOVED) or moved & set(patch.requires):
+                moved.add(patch.id)
+            elif not said or said.state == APPLIES:
+                kept.append(patch.parts(version))
+        return dataclasses.replace(self, patches=tuple(kept))
 
 
 _TEXT = ("title", "why", "how", "tested", "goes_when")
 _OPTIONAL_TEXT = ("trade_offs", "related")
-_TABLES = ("new_files", "definitions", "edits", "results")
+_TABLES = ("new_files", "definitions", "edits", "results", "bases")
 
 
 def load(root: Path, allow_unowned: bool = False) -> Series:
@@ -237,6 +289,7 @@ def _read_patch(path: Path) -> Patch:
         **{key: _string(table, key, name) for key in _TEXT},
         **{key: _string(table, key, name, "") for key in _OPTIONAL_TEXT},
         results=tuple(_result(row, name) for row in table.get("results", [])),
+        on_bases=tuple(_on_base(row, name) for row in table.get("bases", [])),
         new_files=tuple(new_files),
         definitions=tuple(_definitions(r, name) for r in table.get("definitions", [])),
         edits=tuple(_edit(row, name) for row in table.get("edits", [])),
@@ -248,13 +301,31 @@ def _result(row: dict[str, Any], name: str) -> Result:
     return Result(_string(row, "table", name), _strings(row, "rows", name))
 
 
+def _on_base(row: dict[str, Any], name: str) -> OnBase:
+    _only(row, {"bases", "state", "reason"}, name)
+    state = _string(row, "state", name)
+    if state not in STATES:
+        raise Refusal(f"state {state!r} is none of {', '.join(STATES)}", patch=name)
+    return OnBase(_bases(row, name), state, _string(row, "reason", name))
+
+
+def _bases(row: dict[str, Any], name: str) -> SpecifierSet:
+    """The bases that a table is for, such as ``"<0.32"``; all where it does not say."""
+    text = _string(row, "bases", name, "")
+    try:
+        return SpecifierSet(text)
+    except InvalidSpecifier as error:
+        raise Refusal(f"bases = {text!r}: {error}", patch=name) from error
+
+
 def _definitions(row: dict[str, Any], name: str) -> Definitions:
-    _only(row, {"path", "names", "remove", "after"}, name)
+    _only(row, {"path", "names", "remove", "after", "bases"}, name)
     found = Definitions(
         path=_string(row, "path", name),
         names=_strings(row, "names", name),
         remove=_strings(row, "remove", name),
         after=_string(row, "after", name, "") or None,
+        bases=_bases(row, name),
     )
     if not found.names and not found.remove:
         raise Refusal("give names or remove", patch=name, file=found.path)
@@ -264,7 +335,8 @@ def _definitions(row: dict[str, Any], name: str) -> Definitions:
 def _edit(row: dict[str, Any], name: str) -> Edit:
     path = _string(row, "path", name)
     try:
-        _only(row, {"path", "within", "anchor", "op", "code", "imports"}, name)
+        known = {"path", "within", "anchor", "op", "code", "imports", "bases"}
+        _only(row, known, name)
         edit = Edit(
             path=path,
             op=_string(row, "op", name),
@@ -272,6 +344,7 @@ def _edit(row: dict[str, Any], name: str) -> Edit:
             within=_string(row, "within", name, "") or None,
             anchor=_anchor(row["anchor"], name) if row.get("anchor") else None,
             imports=_strings(row, "imports", name),
+            bases=_bases(row, name),
         )
         if edit.op not in OPS:
             raise Refusal(f"op {edit.op!r} is none of {', '.join(OPS)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from tools.series import cmake, edits, graft, imports, notice, syntax
+from tools.series import cmake, edits, graft, imports, names, notice, syntax
 from tools.series.base import Base
 from tools.series.errors import Refusal
 from tools.series.manifest import Definitions, Edit, Patch, Series
@@ -32,7 +32,7 @@ class Applied:
 
 
 def apply_series(series: Series, base: Base, *, notices: bool = True) -> list[Applied]:
-    """Apply every patch in order and return what each one changed.
+    """Apply every patch for this base in order and return what each one changed.
 
     The base is only read. On a base without sources, changes outside ``vllm/`` are
     left out. ``notices=False`` leaves out the licence's notice of change, for patches
@@ -40,7 +40,7 @@ def apply_series(series: Series, base: Base, *, notices: bool = True) -> list[Ap
     not fit, naming patch, file and anchor.
     """
     tree = _Tree(series, base, notices)
-    return [tree.apply(patch) for patch in series.patches]
+    return [tree.apply(patch) for patch in series.on(base.version).patches]
 
 
 def final(applied: list[Applied]) -> dict[str, Change]:
@@ -77,7 +77,22 @@ class _Tree:
             for change in made:
                 self.changed[change.path] = change.after
                 changes.append(change)
+        for change in changes:
+            self._check_imports(patch, change)
         return Applied(patch, tuple(changes))
+
+    def _check_imports(self, patch: Patch, change: Change) -> None:
+        if not change.path.startswith("vllm/") or not change.path.endswith(".py"):
+            return
+        before = change.before.decode() if change.before is not None else None
+        lacks = names.missing(change.after.decode(), before, self._read_if_there)
+        if lacks:
+            raise Refusal(
+                f"the base has no {', '.join(lacks)}", patch=patch.id, file=change.path
+            )
+
+    def _read_if_there(self, path: str) -> bytes | None:
+        return self._read(path) if self._exists(path) else None
 
     def _exists(self, path: str) -> bool:
         return path in self.changed or self.base.exists(path)
@@ -137,8 +152,8 @@ def change_python(
         module = graft.graft(module, ours, part)
     needed = [line for edit in changes for line in edit.imports]
     module = imports.merge(module, imports.of_lines(needed, module))
-    names = [name for part in parts for name in part.names]
-    used = syntax.used_names(graft.owned_text(ours, names))
+    owned = [name for part in parts for name in part.names]
+    used = syntax.used_names(graft.owned_text(ours, owned))
     module = imports.merge(
         module, [item for item in imports.of_module(ours) if item.bound in used]
     )

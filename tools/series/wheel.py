@@ -56,7 +56,8 @@ def build_wheel(
         contents[f"{new_info}/METADATA"] = _metadata(
             source.read(f"{info}/METADATA").decode(), old, new
         )
-        contents[f"{new_info}/{PATCH_LIST}"] = _patch_list(series.patches)
+        patches = [done.patch for done in applied]
+        contents[f"{new_info}/{PATCH_LIST}"] = _patch_list(patches)
         if extension is not None:
             contents[EXTENSION] = extension
         name = f"vllm-{new}-{_tag(source.read(f'{info}/WHEEL').decode())}.whl"

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Copies between host and device that go on while the caller does something else."""
 
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class BlockingCopies:
 
     Args:
         copy: takes target and source address and the number of bytes.
+
     """
 
     def __init__(self, copy: Callable[[int, int, int], None]) -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The functions of the CUDA runtime that move memory, from the library in use.
 
 ctypes releases the GIL for the time of each call.
@@ -41,6 +42,7 @@ class CudaRuntime:
     Args:
         library: libcudart or libamdhip64.
         prefix: what the names of its functions start with, "cuda" or "hip".
+
     """
 
     def __init__(self, library: ctypes.CDLL, prefix: str = "cuda") -> None:

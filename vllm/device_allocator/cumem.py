@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep mode's allocator on pool generations: what replaces upstream's definitions."""
 
 import gc
@@ -146,6 +147,7 @@ class CuMemAllocator:
         Args:
             tag: what ``sleep``, ``discard`` and ``wake_up`` select by; the default tag
                 if None.
+
         """
         if tag is None:
             tag = CuMemAllocator.default_tag
@@ -202,6 +204,7 @@ class CuMemAllocator:
         Raises:
             RuntimeError: the driver or the host refused. Every segment is mapped again,
                 with what it was to keep, and the call can be repeated.
+
         """
         self._sleeper.sleep(_tags(offload_tags))
 
@@ -214,6 +217,7 @@ class CuMemAllocator:
         Raises:
             RuntimeError: the driver refused. Every segment is mapped again, and the
                 call can be repeated.
+
         """
         self._sleeper.discard(_tags(tags))
 
@@ -227,6 +231,7 @@ class CuMemAllocator:
         Raises:
             RuntimeError: the device lacks memory, or the driver refused. Every segment
                 is asleep as before, and the call can be repeated.
+
         """
         self._sleeper.wake_up(tags)
 
@@ -238,6 +243,7 @@ class CuMemAllocator:
 
         Args:
             tags: whose contents the sleep is going to keep.
+
         """
         segments = [
             segment for segment in self._table.segments() if segment.tag in tags

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CuMem extension, as far as this machine can use it.
 
 Importing this module works everywhere. `cumem_available` says whether sleep mode's
@@ -6,6 +7,7 @@ allocator can run: the extension is part of the build, and a driver opens. Nothi
 initialises the driver, so a process may still fork afterwards.
 """
 
+import importlib
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,7 @@ logger = init_logger(__name__)
 
 def _load() -> ModuleType | None:
     try:
-        from vllm import cumem_allocator
+        cumem_allocator = importlib.import_module("vllm.cumem_allocator")
     except ImportError as error:
         logger.debug("The CuMem allocator is not available: %s", error)
         return None

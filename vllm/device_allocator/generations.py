@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Pool generations: a MemPool that gives memory back while a model loads.
 
 PyTorch never returns a segment of a live ``torch.cuda.MemPool``. A pool whose Python
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.device_allocator.reclaim_policy import DrainPolicy
+from vllm.device_allocator.reclaim_policy import ReclaimPolicy
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -55,7 +56,7 @@ class _Scope:
 
     owner: "PoolGenerations"
     generation: Generation
-    policy: DrainPolicy = field(default_factory=DrainPolicy)
+    policy: ReclaimPolicy = field(default_factory=ReclaimPolicy)
 
 
 class _ThreadState(threading.local):
@@ -75,6 +76,7 @@ class PoolGenerations:
             generation opens and when the last one closes.
         enabled: whether `reclaim` may retire a generation during a load. If not, each
             scope keeps its one generation to the end, as upstream does.
+
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class PoolGenerations:
         Args:
             tag: the tag of the allocations.
             outer_tag: the tag to go back to at the end.
+
         """
         scope = _Scope(self, self._enter(tag, self._make_pool()))
         _thread.scopes.append(scope)
@@ -155,6 +158,7 @@ class PoolGenerations:
         Args:
             device: index of the device to wait for first, so that no kernel still
                 works on what is unmapped; the current one if None.
+
         """
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return
@@ -205,6 +209,7 @@ def reclaim(*, force: bool = False) -> None:
     Args:
         force: retire the open generation, so that what it holds can be returned segment
             by segment from now on.
+
     """
     if not pool_is_open() or torch.cuda.is_current_stream_capturing():
         return
@@ -217,7 +222,9 @@ def reclaim(*, force: bool = False) -> None:
         owner.retire(scope)
     else:
         owner.drain(scope.generation.device)
-    policy.drained(_cached_bytes())
+        if policy.worth_retiring(_cached_bytes()):
+            owner.retire(scope)
+    policy.reclaimed(_cached_bytes())
     after = _free_bytes()
     logger.debug(
         "Reclaimed %.1f MiB of device memory during the load, %.1f MiB are free",

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """How much memory the host can still give, and which of its processors are near."""
 
 import os
@@ -66,6 +67,8 @@ def processors_near(device: int, root: Path = Path("/")) -> set[int]:
 
     Args:
         device: index of the GPU.
+        root: where the system's files are.
+
     """
     allowed = os.sched_getaffinity(0)
     try:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Host memory that holds the contents of sleeping segments.
 
 Allocating locked memory is what makes a first sleep slow. Here it is mapped with huge
@@ -79,6 +80,7 @@ def map_piece(size: int) -> HostPiece:
 
     Raises:
         RuntimeError: the system has none.
+
     """
     slack = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 0
     try:
@@ -172,6 +174,7 @@ class HostStore:
         policy: "keep" memory for the next sleep, "release" it on wake, "prepare" it
             before the first sleep and keep it, or "pageable": register nothing.
         budget: bytes that may be registered; None for no limit.
+
     """
 
     def __init__(
@@ -205,6 +208,7 @@ class HostStore:
 
         Raises:
             RuntimeError: the system has no memory; nothing has changed then.
+
         """
         self._stop_preparing()
         reservation = Reservation(self, list(sizes), max_threads)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a load into CuMem memory took, and what the memory is used for now.
 
 The figures are the extension's own counts and PyTorch's block lists. Nothing here
@@ -65,6 +66,7 @@ class LoadWatch:
     Args:
         counts: the CuMem extension.
         generations: the generations that the load allocates from.
+
     """
 
     def __init__(self, counts: ModuleType, generations: PoolGenerations) -> None:
@@ -130,14 +132,14 @@ def load_reported(pool: AbstractContextManager) -> Iterator[None]:
 
     Args:
         pool: the memory pool's context, or one that does nothing.
+
     """
     global _last
     watch = None
     with pool:
         owner = open_owner()
-        if owner is not None and extension is not None:
-            if hasattr(extension, "counters"):
-                watch = LoadWatch(extension, owner)
+        if owner is not None and extension and hasattr(extension, "counters"):
+            watch = LoadWatch(extension, owner)
         yield
     if watch is not None:
         _last = watch.report()

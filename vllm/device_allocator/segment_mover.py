@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Moves segments off the device and back, all of them or none.
 
 One rule makes every interruption safe to repeat: **while a segment has a host copy, the
@@ -59,6 +60,7 @@ class SegmentMover:
         map_segment: gives a segment device memory.
         unmap_segment: takes it away.
         clear: called for each segment that wakes without contents.
+
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class SegmentMover:
             RuntimeError: the driver or the host refused. Every segment is mapped as
                 before, with its contents but for those of ``dropped``. A segment that
                 could not be put back is asleep with its host copy.
+
         """
         with self._holding(kept) as kept, self._holding(dropped) as dropped:
             earlier = set(self.host_copies)
@@ -129,6 +132,7 @@ class SegmentMover:
         Raises:
             MapError: the device has no memory.
             RuntimeError: another failure. In both cases every segment is as it was.
+
         """
         with self._holding(segments) as segments:
             mapped: list[Segment] = []
@@ -196,7 +200,9 @@ class SegmentMover:
         """Undo a failed sleep of segments that were all mapped.
 
         Args:
+            segments: as they were before.
             earlier: the host copies from before the sleep, which are not dropped.
+
         """
         now = {key_of(segment): segment for segment in self._table.segments()}
         asleep = []

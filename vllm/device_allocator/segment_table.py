@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The segments that the CuMem extension has handed to PyTorch, and their state.
 
 A segment is one allocation of the pluggable allocator: an address range, and the
@@ -71,6 +72,7 @@ class NativeTable:
 
     Args:
         extension: the module ``vllm.cumem_allocator``.
+
     """
 
     callbacks: Callbacks | tuple[None, None] = (None, None)
@@ -109,6 +111,7 @@ class CallbackTable:
 
     Args:
         before_free: called with the device's index before a mapped segment goes.
+
     """
 
     def __init__(self, before_free: Callable[[int], None]) -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What sleep and wake say about device memory."""
 
 from collections import Counter
@@ -29,6 +30,7 @@ class MoveTotals:
             copied: bytes of device memory whose contents were copied.
             emptied: bytes of those whose contents were not.
             seconds: how long the call took.
+
         """
         total = self._totals.setdefault(
             operation, {"copied": 0, "emptied": 0, "seconds": 0.0}
@@ -78,6 +80,7 @@ def residual(segments: Sequence[Segment]) -> str:
 
     Raises:
         RuntimeError: the device does not say.
+
     """
     if not torch.cuda.is_initialized():
         return "nothing"

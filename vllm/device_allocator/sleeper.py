@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep, discard, wake: which segments move by their tags, and what is said of it."""
 
 import gc
@@ -43,6 +44,7 @@ def make_mover(
         map_segment: gives a segment device memory.
         unmap_segment: takes it away.
         clear_segment: called for each segment that wakes without contents.
+
     """
     runtime: CudaRuntime | None = None
     if cumem_available:
@@ -67,6 +69,7 @@ class Sleeper:
         table: the segments.
         mover: moves them.
         drain: waits for the device, and returns what PyTorch has free to it.
+
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Sleeper:
 
         Returns:
             The segments that are left.
+
         """
         self._drain()
         self._mover.drop_stale_copies()
@@ -108,6 +112,7 @@ class Sleeper:
 
         Raises:
             RuntimeError: the driver or the host refused; all is as it was.
+
         """
         start = time.perf_counter()
         segments = self._settle()
@@ -151,6 +156,7 @@ class Sleeper:
 
         Raises:
             RuntimeError: the driver refused; every segment is mapped.
+
         """
         start = time.perf_counter()
         segments = self._settle()
@@ -189,6 +195,7 @@ class Sleeper:
         Raises:
             RuntimeError: the device lacks memory, or the driver refused; all is as it
                 was.
+
         """
         start = time.perf_counter()
         segments = self._settle()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a worker asks of sleep mode's allocator, whether or not it is in use."""
 
 from vllm.device_allocator.cumem import CuMemAllocator
@@ -19,6 +20,7 @@ def freed_bytes(device_wide: int, mapped_before: int | None) -> int:
     Args:
         device_wide: the change of the device's free memory.
         mapped_before: `mapped_bytes` before the sleep.
+
     """
     now = mapped_bytes()
     if mapped_before is None or now is None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Run one MoE weight conversion of whatever vllm is imported, and say what came out.
 
 The same code runs on the fork, in the tests' process, and on the released vllm in a

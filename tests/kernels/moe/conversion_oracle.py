@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The released vllm as an oracle, in a process of its own."""
 
 import atexit
@@ -11,6 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.kernels.moe.conversion_cases import Case, convert
@@ -20,10 +22,18 @@ SERVER = Path(__file__).with_name("conversion_cases.py")
 
 
 def unpacked_release() -> Path:
-    """The released wheel, unpacked once beside it: where vllm finds a GPU, which makes
-    it import its compiled modules, the whole wheel, else its Python files."""
-    from tools.series import fetch
+    """A folder with the released vllm: $VLLM_RELEASE, else what the fork's tools fetch.
 
+    They unpack the wheel once beside it: the whole wheel where vllm finds a GPU, which
+    makes it import its compiled modules, else its Python files.
+    """
+    if folder := os.environ.get("VLLM_RELEASE"):
+        return Path(folder).resolve()
+    fetch = pytest.importorskip(
+        "tools.series.fetch",
+        reason="set VLLM_RELEASE to a folder that holds the released vllm, as "
+        f"`pip install --no-deps --target FOLDER vllm=={VERSION}` makes one",
+    )
     wheel = fetch.wheel(VERSION)
     whole = torch.cuda.is_available()
     folder = wheel.parent / f"vllm-{VERSION}-{'whole' if whole else 'python'}"

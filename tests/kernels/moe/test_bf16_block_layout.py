@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """BF16 block layout: equal to the released vllm, and in place."""
 
 import pytest

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """FP8 shuffle for per-tensor scales: equal to the released vllm, and in place."""
 
 import pytest

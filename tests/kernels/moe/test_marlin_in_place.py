@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Marlin repacks: equal to the released vllm, in a parameter's storage."""
 
 import pytest

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MXFP4 swizzle for SM 9.0: equal to the released vllm, values in place."""
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from tests.kernels.moe.conversion_cases import FORMATS, Inputs, model_case
 from tests.kernels.moe.conversion_oracle import check_case
 from vllm.model_executor.layers.quantization.utils import mxfp4_layouts
+
+pytest_plugins = ["tests.kernels.moe.interpreted_kernels"]
 
 SMALL = dict(format="mxfp4_swizzle", experts=3, hidden=128, intermediate=64, gated=True)
 

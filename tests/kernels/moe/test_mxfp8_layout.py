@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MXFP8 layout and padding: equal to the released vllm, sources intact."""
 
 import pytest

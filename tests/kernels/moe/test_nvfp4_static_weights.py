@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """prepare_static_weights_for_trtllm_fp4_moe: equal to the released vllm."""
 
 import pytest

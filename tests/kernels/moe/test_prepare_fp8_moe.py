@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whole FP8 layers: equal to the released vllm, parameters and configuration too."""
 
 import pytest

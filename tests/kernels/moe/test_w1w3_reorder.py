@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The swap of w1 and w3: equal to the released vllm, and in place."""
 
 import pytest

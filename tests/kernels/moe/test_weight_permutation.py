@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The core of the weight conversions against a byte-by-byte reference."""
 
 import random
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.quantization.utils import weight_permutation as core
 from vllm.model_executor.layers.quantization.utils.weight_room import reserve, room_for
+
+pytest_plugins = ["tests.kernels.moe.interpreted_kernels"]
 
 #: Bytes of a run are not neighbours here.
 SPLIT_RUNS = core.Tiling("split runs", (4, 2), run=2, order=(0, 2, 3, 4, 1))

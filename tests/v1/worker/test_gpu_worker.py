@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The allocator's split policy while a worker loads and profiles."""
 
 from contextlib import contextmanager, nullcontext

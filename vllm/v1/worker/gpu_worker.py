@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a worker answers about sleep mode: beside upstream's definitions."""
 
 from vllm.device_allocator import worker_memory

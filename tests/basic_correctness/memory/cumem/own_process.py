@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Checks that each run in a process of their own: the allocator lives as long as one.
 
     python -m tests.basic_correctness.memory.cumem.test_cumem_sleep NAME
@@ -19,6 +20,7 @@ class Checks:
 
     Args:
         file: the file's ``__file__``.
+
     """
 
     def __init__(self, file: str) -> None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Pool generations and the CuMem extension on a real GPU."""
 
 import gc
@@ -20,8 +21,8 @@ def filled(size: int, value: int) -> torch.Tensor:
 def free_bytes() -> int:
     """Free device memory, once the kernels used here are loaded and take no more."""
     torch.cat([filled(8, 1), filled(8, 2)]).sum().item()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    torch.accelerator.empty_cache()
+    return torch.accelerator.get_memory_info()[0]
 
 
 def get_allocator():
@@ -42,7 +43,7 @@ def mapped(allocator) -> int:
 @CHECKS.add
 def out_of_memory_in_the_pool_can_be_retried() -> None:
     allocator = get_allocator()
-    free = torch.cuda.mem_get_info()[0]
+    free = torch.accelerator.get_memory_info()[0]
     with allocator.use_memory_pool("weights"):
         kept = filled(64 * MIB, 7)
         ballast = torch.empty(free - GIB, dtype=torch.uint8, device="cuda")
@@ -66,13 +67,13 @@ def out_of_memory_in_the_pool_can_be_retried() -> None:
 def torch_frees_cached_memory_and_retries_by_itself() -> None:
     """What a retired generation still caches serves a later request."""
     allocator = get_allocator()
-    free = torch.cuda.mem_get_info()[0]
+    free = torch.accelerator.get_memory_info()[0]
     with allocator.use_memory_pool("weights"):
         old = torch.empty(free - GIB, dtype=torch.uint8, device="cuda")
     with allocator.use_memory_pool("weights"):
         del old
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
         new = filled(2 * GIB, 3)
     assert int(new[-1]) == 3
     assert mapped(allocator) == new.nbytes
@@ -93,7 +94,7 @@ def replaced_weights_go_back_during_the_load() -> None:
         live = sum(w.nbytes for w in weights)
         used = start - free_bytes()
         assert used <= live + 64 * MIB, (used, live)
-    assert torch.cuda.memory_reserved() == mapped(allocator)
+    assert torch.accelerator.memory_reserved() == mapped(allocator)
     assert all(int(w[0]) == int(w[-1]) == i for i, w in enumerate(weights))
 
 
@@ -107,7 +108,7 @@ def _delete_while_asleep(tags: tuple[str, ...]) -> None:
     assert mapped(allocator) == 0
     del gone
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     assert len(segments(allocator)) == 1
     allocator.wake_up()
     assert stays.data_ptr() == address
@@ -116,7 +117,7 @@ def _delete_while_asleep(tags: tuple[str, ...]) -> None:
     assert mapped(allocator) == stays.nbytes
     del stays
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     assert not segments(allocator)
     assert not allocator._mover.host_copies
     assert free_bytes() == start
@@ -151,7 +152,7 @@ def failed_wake_can_be_repeated() -> None:
         weights = [filled(GIB, i + 1) for i in range(4)]
     addresses = [w.data_ptr() for w in weights]
     allocator.sleep(offload_tags="weights")
-    free = torch.cuda.mem_get_info()[0]
+    free = torch.accelerator.get_memory_info()[0]
     ballast = torch.empty(free - 2 * GIB - 64 * MIB, dtype=torch.uint8, device="cuda")
     try:
         allocator.wake_up()
@@ -254,7 +255,7 @@ def bits_and_addresses_survive_cycles() -> None:
         for weight, (address, content) in zip(weights, before, strict=True):
             assert weight.data_ptr() == address
             assert torch.equal(weight.cpu(), content)
-        now = torch.cuda.mem_get_info()[0]
+        now = torch.accelerator.get_memory_info()[0]
         assert used in (None, now)
         used = now
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep and wake on a real GPU: contents, host memory, a neighbour on the device."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
+import regex as re
 import torch
 
 from tests.basic_correctness.memory.cumem.own_process import Checks
@@ -21,10 +22,11 @@ import sys, torch
 taken = None
 for line in sys.stdin:
     del taken
-    torch.cuda.empty_cache()
-    size = torch.cuda.mem_get_info()[0] - int(line)
+    torch.accelerator.empty_cache()
+    # In whole pages, or PyTorch asks for more.
+    size = (torch.accelerator.get_memory_info()[0] - int(line)) >> 21 << 21
     taken = torch.empty(size, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     print("ready", flush=True)
 """
 
@@ -42,7 +44,7 @@ class Neighbour:
         return self
 
     def leave(self, size: int) -> None:
-        """Take all of the device's free memory but ``size`` bytes."""
+        """Take all of the device's free memory but ``size`` bytes, or 2 MiB more."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{size}\n")
         self._process.stdin.flush()
@@ -125,7 +127,7 @@ def contents_survive_and_nothing_grows() -> None:
     for _ in range(20):
         weights.cycle()
         held = weights.store.free_bytes, weights.store.registered_bytes
-        used.append((torch.cuda.mem_get_info()[0], *held))
+        used.append((torch.accelerator.get_memory_info()[0], *held))
     assert len(set(used[1:])) == 1, used
     assert used[0][1] == used[0][2] > 0, "no host memory was registered"
 
@@ -204,7 +206,7 @@ def wake_that_lacks_memory_at_any_segment_can_be_repeated() -> None:
         for segment in segments:
             # Room for all segments before this one, and for half of it.
             neighbour.leave(room + segment.size // 2)
-            missing = needed - torch.cuda.mem_get_info()[0]
+            missing = needed - torch.accelerator.get_memory_info()[0]
             error = error_of(weights.allocator.wake_up)
             said = re.search(r"([\d.]+) GiB are missing", error)
             assert said and abs(float(said[1]) - missing / GIB) < 0.05, error

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prometheus metrics of the memory that sleep mode moves.
 
 The workers count; the API server, which keeps the metrics, asks them after each

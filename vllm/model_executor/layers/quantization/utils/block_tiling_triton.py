@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernel of `weight_permutation` for tilings of whole blocks of rows.
 
 Tiles of block scales keep the bytes of a block of rows (128 for NVFP4 and MXFP8)
@@ -11,13 +12,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import triton
-import triton.language as tl
 
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     Conversion,
     Tiling,
 )
+from vllm.triton_utils import tl, triton
 
 MAX_BLOCK_BYTES = 64 * 1024  # what a program can hold, and turn in shared memory
 

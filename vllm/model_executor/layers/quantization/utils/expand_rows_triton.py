@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernel of `weight_permutation` that pads rows inside a tensor's own storage.
 
 The rows of all experts move towards the end of the storage, each to an address that is
@@ -12,8 +13,8 @@ flags.
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+from vllm.triton_utils import tl, triton
 
 GROUP_BYTES = 32 * 1024  # what one program holds in registers
 MAX_ROW_BYTES = 64 * 1024

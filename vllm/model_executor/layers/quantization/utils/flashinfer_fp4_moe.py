@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NVFP4 MoE conversions that replace upstream's, in place where bytes allow.
 
 Ownership: `prepare_nvfp4_moe_layer_*` and `reorder_*` work on a layer's weights and
@@ -47,6 +48,7 @@ def reorder_w1w3_to_w3w1(
 
     Raises:
         ValueError: a tensor is not contiguous or has an odd size in `dim`.
+
     """
     steps = []
     for name, tensor in (("weight", weight), ("scale", scale)):
@@ -84,6 +86,7 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     Returns:
         New tensors: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn, in 128x4
         tiles), gemm2 weights, gemm2 scales.
+
     """
     rows = intermediate_size * (2 if is_gated_activation else 1)
     named = {
@@ -143,18 +146,22 @@ def prepare_nvfp4_moe_layer_for_fi_or_cutlass(
     tensor, and a parameter it came from is released at once.
 
     Args:
+        backend: whose layout it is.
+        layer: its `moe_config` learns the padded sizes.
         w13: packed FP4 bytes [experts, (2 *) intermediate, hidden / 2].
         w13_scale: float8_e4m3fn [experts, (2 *) intermediate, hidden / 16].
+        w13_scale_2: per-tensor scales, returned as they are.
+        a13_scale: activation scales, one for all experts where the backend shares them.
         w2: packed FP4 bytes [experts, hidden, intermediate / 2].
         w2_scale: float8_e4m3fn [experts, hidden, intermediate / 16].
-        w13_scale_2, w2_scale_2: per-tensor scales, returned as they are.
-        a13_scale, a2_scale: activation scales, one for all experts where the
-            backend shares them.
+        w2_scale_2: as w13_scale_2.
+        a2_scale: as a13_scale.
         is_act_and_mul: w13 holds [gate; up].
         trtllm_hidden_alignment: multiple of the hidden size for TRT-LLM.
 
     Returns:
         w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale.
+
     """
     # The oracle imports this module.
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import (

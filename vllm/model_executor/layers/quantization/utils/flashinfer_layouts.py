@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """FlashInfer's MoE weight layouts as conversions.
 
 The row orders come from FlashInfer itself, which owns them; here they are joined

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """FlashInfer MoE conversions that replace upstream's, in place where bytes allow.
 
 Ownership: `prepare_*`, `rotate_*` and `convert_*` work on a layer's weights and
@@ -43,6 +44,7 @@ def rotate_weights_for_fi_trtllm_fp8_per_tensor_moe(
         gemm1_weights: FP8 [experts, (2 *) intermediate, hidden], overwritten.
         gemm2_weights: FP8 [experts, hidden, intermediate], overwritten.
         is_gated_activation: interleave the rows of the two projections of gemm1.
+
     """
     check_fp8("gemm1_weights", gemm1_weights)
     check_fp8("gemm2_weights", gemm2_weights)
@@ -76,6 +78,7 @@ def convert_moe_weights_to_flashinfer_trtllm_block_layout(
 
     Returns:
         Views of both weights, [experts, row bytes / 128, rows, 64].
+
     """
     del cache_permute_indices
     weights = {"w13_weight": w13_weight, "w2_weight": w2_weight}
@@ -130,6 +133,7 @@ def align_fp4_moe_weights_for_fi(
 
     Returns:
         The four tensors and the padded intermediate size.
+
     """
     experts, hidden, packed = w2.shape
     intermediate = 2 * packed
@@ -192,6 +196,7 @@ def align_moe_weights_for_fi(
     Returns:
         Both weights, the arguments themselves without padding, and the padded
         intermediate size.
+
     """
     experts, hidden, intermediate = w2.shape
     aligned = round_up(intermediate, min_alignment)
@@ -221,14 +226,18 @@ def align_mxfp8_moe_weights_for_fi_trtllm(
     Weights are padded with 0, scales with 127, which stands for 1.0.
 
     Args:
-        w13, w2: as in `align_moe_weights_for_fi`.
-        w13_scale, w2_scale: uint8, one scale per block of columns, [experts, rows,
-            blocks] or [experts, rows * blocks]; the result has as many dimensions.
-        min_alignment, hidden_alignment: multiples for the intermediate and the
-            hidden size.
+        w13: FP8 [experts, (2 *) intermediate, hidden].
+        w2: FP8 [experts, hidden, intermediate].
+        w13_scale: uint8, one scale per block of columns, [experts, rows, blocks] or
+            [experts, rows * blocks]; the result has as many dimensions.
+        w2_scale: as w13_scale.
+        is_act_and_mul: w13 holds two projections.
+        min_alignment: multiple for the intermediate size.
+        hidden_alignment: multiple for the hidden size.
 
     Returns:
         The four tensors and the padded intermediate and hidden sizes.
+
     """
     sizes = Mxfp8Sizes(w13, w2, is_act_and_mul, min_alignment, hidden_alignment)
     if not sizes.padding:
@@ -265,6 +274,7 @@ def _shuffle_deepseek_fp8_moe_weights(
 
     Returns:
         New tensors, FP8 [experts, columns / 128, rows, 128] (BlockMajorK).
+
     """
     return block_major_fp8(w13, w2, swap=False, overwrite=False)
 
@@ -281,11 +291,13 @@ def _shuffle_mxfp8_moe_weights(
     Args:
         w13: FP8 [experts, (2 *) intermediate, hidden].
         w2: FP8 [experts, hidden, intermediate].
-        w13_scale, w2_scale: UE8M0 bytes, [experts, rows, columns / 32].
+        w13_scale: UE8M0 bytes, [experts, rows, columns / 32].
+        w2_scale: as w13_scale.
         is_gated: interleave the rows of the two projections of w13.
 
     Returns:
         New tensors of the same shapes, weights as float8_e4m3fn.
+
     """
     return shuffled_mxfp8(
         w13, w2, w13_scale, w2_scale, interleave=is_gated, overwrite=False
@@ -313,12 +325,15 @@ def prepare_fp8_moe_layer_for_fi(
         layer: has `activation`, `moe_config`, and perhaps `weight_block_size`.
         w13: FP8 [experts, (2 *) intermediate, hidden], gate before up.
         w2: FP8 [experts, hidden, intermediate].
-        w13_scale, w2_scale: the weights' scales.
-        w13_input_scale, w2_input_scale: needed per tensor with TRT-LLM.
+        w13_scale: of w13.
+        w13_input_scale: needed per tensor with TRT-LLM.
+        w2_scale: of w2.
+        w2_input_scale: as w13_input_scale.
         is_trtllm: for the TRT-LLM kernel, else for CUTLASS.
 
     Returns:
         w13, w2, w13_scale, w2_scale.
+
     """
     config = layer.moe_config
     gated = layer.activation.is_gated

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """FP8 expert weights in the layouts of FlashInfer's kernels."""
 
 import torch
@@ -69,6 +70,7 @@ def block_major_fp8(
 
     Returns:
         FP8 [experts, columns / 128, rows, 128] of both.
+
     """
     steps = []
     for name, weight in (("w13", w13), ("w2", w2)):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Marlin repacks of expert weights in the storage of the layer's parameter."""
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ def repack_experts(
 
     Returns:
         [experts, *shape of a repacked expert].
+
     """
     first = repack(weight[0])
     experts, data = weight.shape[0], weight.data

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Marlin repack of FP4 experts, in place for a layer's own parameter."""
 
 import torch
@@ -20,11 +21,13 @@ def _repack_marlin_experts(
     Args:
         weight: packed FP4 bytes [experts, size_n, size_k / 2]; overwritten if it is a
             contiguous parameter.
-        size_n, size_k: output and input size of each expert.
+        size_n: output size of each expert.
+        size_k: input size of each expert.
         is_a_8bit: activations have eight bits.
 
     Returns:
         int32 [experts, size_k / 16, 2 * size_n].
+
     """
 
     def repack(expert: torch.Tensor) -> torch.Tensor:

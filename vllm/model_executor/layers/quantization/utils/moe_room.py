@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Room for padding in the parameters of MoE layers, from the time they are created.
 
 Which conversion will pad a layer follows from the backend that its quantization method

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Swizzled MXFP4 expert weights for SM 9.0, with little scratch.
 
 triton_kernels swizzles all experts at once through several tensors of four bytes per
@@ -39,6 +40,7 @@ def convert_experts(
         tensor: a triton_kernels tensor over a strided [experts, columns, rows] view
             of a contiguous uint8 [experts, rows, columns].
         layout: a layout class of triton_kernels.
+
     """
     name = getattr(layout, "name", None)
     data = tensor.storage.data.mT
@@ -98,6 +100,7 @@ def swizzle_values(values: torch.Tensor, layout: Any) -> torch.Tensor:
 
     Returns:
         uint8 [experts, 4 * columns, rows / 4], the last two dimensions transposed.
+
     """
     experts, rows, columns = values.shape
     tall, wide = value_sizes(rows, columns)
@@ -155,6 +158,7 @@ def swizzle_scales(scales: torch.Tensor, num_warps: int) -> torch.Tensor:
 
     Returns:
         uint8 [experts, 32 * groups, rows / 32], the last two dimensions transposed.
+
     """
     layout = scale_layout(scales.shape[1], scales.shape[2], num_warps)
     # Scales are a seventeenth of a layer, of which scratch may take 2 %.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MXFP8 expert weights and scales in the layout of FlashInfer's TRT-LLM kernel."""
 
 from typing import Any
@@ -93,12 +94,15 @@ def shuffled_mxfp8(
     """MXFP8 weights and scales for the TRT-LLM kernel, in one pass each.
 
     Args:
-        w13, w2: FP8 [experts, rows, columns].
-        w13_scale, w2_scale: UE8M0 bytes [experts, rows, columns / 32], or flat.
+        w13: FP8 [experts, rows, columns].
+        w2: as w13.
+        w13_scale: UE8M0 bytes [experts, rows, columns / 32], or flat.
+        w2_scale: as w13_scale.
         interleave: alternate the rows of the two projections of w13.
         swap: first make [up; gate] of w13's [gate; up].
         sizes: pad to these before all else.
         overwrite: convert in place what does not grow.
+
     """
     halves = 2 if swap or interleave else 1
     up: dict[str, Any] = dict(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NVFP4 expert weights in the layouts of FlashInfer's and CUTLASS kernels."""
+
+from typing import Any
 
 import torch
 
@@ -63,7 +66,9 @@ def shuffled_nvfp4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Swap [gate; up], pad to `hidden` and `intermediate`, shuffle: one pass each.
 
-    Returns w13, w13 scale, w2, w2 scale.
+    Returns:
+        w13, w13 scale, w2, w2 scale.
+
     """
     hidden = hidden or 2 * w13.shape[2]
     intermediate = intermediate or 2 * w2.shape[2]
@@ -108,11 +113,16 @@ def swizzled_nvfp4(
     """Scales in 128x4 tiles, and an intermediate size that fills whole tiles.
 
     Args:
+        w13: packed FP4 bytes [experts, rows, columns / 2].
+        w2: as w13.
+        w13_scale: float8_e4m3fn [experts, rows, columns / 16].
+        w2_scale: as w13_scale.
         gated: w13 holds two projections, which cannot be padded.
         swap: make [up; gate] of [gate; up].
         backend: for the error message.
 
     Returns w13, w13 scale, w2, w2 scale.
+
     """
     check_experts("w13", w13, BYTE_DTYPES, (None, w13_scale.shape[1], None))
     check_experts("w2", w2, BYTE_DTYPES)
@@ -128,7 +138,7 @@ def swizzled_nvfp4(
     halves = 2 if swap else 1
     up = dict(halves=halves, padded_half=sizes[0][0] // halves, swap=swap)
     tiled = dict(tiling=SCALE_128X4)
-    plan = (
+    plan: tuple[tuple[str, torch.Tensor, int, dict[str, Any]], ...] = (
         ("w13", w13, sizes[0][1], up),
         ("w13_scale", w13_scale, sizes[2][1], up | tiled),
         ("w2", w2, sizes[1][1], {}),

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Layout conversions of MoE weights: one description, two executors.
 
 Every kernel layout for expert weights is a permutation of the bytes of each
@@ -109,6 +110,7 @@ class Conversion:
             padding at the end of each row. Default: as in the source.
         tiling: order in memory of the result.
         fill: value of padding bytes.
+
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Conversion:
             )
         # A row may be padding (-1) but never come from outside the source.
         if self.rows.numel() and not (
-            -1 <= int(self.rows.min()) and int(self.rows.max()) < source_shape[0]
+            int(self.rows.min()) >= -1 and int(self.rows.max()) < source_shape[0]
         ):
             raise ValueError(
                 f"source rows must lie between -1 and {source_shape[0] - 1}, found "
@@ -312,6 +314,7 @@ def convert_(
 
     Scratch and results are allocated before the first write, so running out of
     memory leaves every weight as it was.
+
     """
     if budget is None:
         total = sum(w.numel() * w.element_size() for w, _ in steps)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton executor of `weight_permutation`.
 
 Into a new tensor: one gather kernel for all experts. In place: the permutation
@@ -16,8 +17,6 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 import torch
-import triton
-import triton.language as tl
 
 from vllm.model_executor.layers.quantization.utils import (
     block_tiling_triton,
@@ -28,6 +27,7 @@ from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     Conversion,
     Job,
 )
+from vllm.triton_utils import tl, triton
 
 GROUP_BYTES = 32 * 1024  # what one program holds in registers
 STRIP_BYTES = 256  # of each cell, in one program
@@ -79,9 +79,8 @@ def _gather_rows(
         mask=(origin >= 0)[:, None] & (column // ALIGN < source_units // ALIGN),
         other=FILL,
     )
-    if RUN == 0:
-        place = column
-    else:
+    place = column
+    if RUN != 0:
         place = column // RUN * step + column % RUN * INNER
     target = tl.multiple_of(target, ALIGN)[:, None]
     tl.store(

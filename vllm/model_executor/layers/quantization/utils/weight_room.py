@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Parameters whose storage has room for the size that they will be padded to.
 
 A weight that grows in its conversion needs its source and its result at once, unless

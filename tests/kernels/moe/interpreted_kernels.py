@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernels of the weight conversions, run on the CPU."""
 
 import importlib
@@ -23,12 +24,15 @@ def interpreted():
 
     They are imported anew, and the ones that were imported before are put back.
     """
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
     package = importlib.import_module(UTILS)
     names = [f"{UTILS}.{name}" for name in KERNELS]
     saved = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        # Without a GPU vllm puts a stand-in in its place.
+        patch.setattr("vllm.triton_utils.triton", triton)
+        patch.setattr("vllm.triton_utils.tl", triton.language)
         modules = [importlib.import_module(name) for name in names]
         for name, short in zip(names, KERNELS, strict=True):
             sys.modules.pop(name)
