@@ -5,6 +5,7 @@
 # make faults all injected faults on the simulated card
 # make wheel  only the wheel, in dist/
 # make lint   ruff and mypy, on our files and on what the graft changes
+# make docs   the documentation as a site, in build/site
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +22,7 @@ WHEEL_INPUTS := CMakeLists.txt pyproject.toml $(shell find csrc series tools/ser
 # CMake and Ninja come from pip, into the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test faults wheel lint clean
+.PHONY: demo test faults wheel lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -44,7 +45,11 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/python -m tools.series lint
 
-$(TOOLS): requirements/build.txt requirements/test.txt
+docs: $(TOOLS)
+	$(BIN)/python -m mkdocs build --quiet --strict
+	@echo build/site/index.html
+
+$(TOOLS): $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements/test.txt
 	touch $@

@@ -60,12 +60,19 @@ class LoadOnly(Exception):
 
 
 class Meter:
-    """Follows the card's used memory, sampled every 2 ms."""
+    """Follows the current card's used memory, sampled every 2 ms; exact on a simulated
+    card, where no kernel makes a peak last."""
 
     def __init__(self) -> None:
-        self.peak = 0.0
+        import torch
+
+        self._card = simulated_card()
+        self._sampled = 0.0
+        self._device = torch.cuda.current_device()
         self._start = self._read()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.restart()
+        if not self._card:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _read(self) -> int:
         import torch
@@ -74,15 +81,36 @@ class Meter:
         return total - free
 
     def _watch(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)  # a new thread starts on the first one
         while True:
-            self.peak = max(self.peak, self.used())
+            self._sampled = max(self._sampled, self.used())
             time.sleep(0.002)
+
+    @property
+    def peak(self) -> float:
+        """Highest use since the last restart."""
+        if not self._card:
+            return self._sampled
+        above = self._card.peak(self._device) - self._card.used(self._device)
+        return round(self.used() + above / GIB, 3)
 
     def used(self) -> float:
         return round((self._read() - self._start) / GIB, 3)
 
     def restart(self) -> None:
-        self.peak = self.used()
+        self._sampled = self.used()
+        if self._card:
+            self._card.peak(self._device, reset=True)
+
+
+def simulated_card() -> Any:
+    """The module that asks the simulated card of this process; None on a real card."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tools.rehearsal import card
+
+    return card if card.is_simulated() else None
 
 
 def model_folder(shape: str, layers: int | None) -> str:
@@ -97,6 +125,17 @@ def model_folder(shape: str, layers: int | None) -> str:
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def write_checkpoint(folder: str) -> None:
+    """Random weights for the folder's config.json, as safetensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def measure_worker(meter: Meter, result: dict[str, Any], load_only: bool) -> None:
@@ -162,9 +201,12 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
 
     measure_worker(meter, result, args.load_only)
     share = args.card * GIB / torch.cuda.mem_get_info()[1] if args.card else 1.0
+    folder = model_folder(args.shape, args.layers)
+    if args.level == 2 and folder != args.shape:
+        write_checkpoint(folder)
     options: dict[str, Any] = {
-        "model": model_folder(args.shape, args.layers),
-        "load_format": "dummy",
+        "model": folder,
+        "load_format": "safetensors" if args.level == 2 else "dummy",
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "gpu_memory_utilization": args.utilization * share,
@@ -183,11 +225,13 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
     for _ in range(args.cycles):
         row: dict[str, Any] = {}
         start = time.perf_counter()
-        llm.sleep(level=1)
+        llm.sleep(level=args.level)
         row["sleep_s"] = round(time.perf_counter() - start, 2)
         row["asleep"] = meter.used()
         start = time.perf_counter()
         llm.wake_up()
+        if args.level == 2:
+            llm.collective_rpc("reload_weights")
         torch.cuda.synchronize()
         row["wake_s"] = round(time.perf_counter() - start, 2)
         row["awake"] = meter.used()
@@ -203,6 +247,8 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="keep only the first layers")
     add("--sleep", action="store_true", help="enable sleep mode, sleep and wake")
     add("--cycles", type=int, default=3, help="sleep and wake so often (default 3)")
+    level = "2: keep nothing, reload the weights from a folder's or a made checkpoint"
+    add("--level", type=int, choices=(1, 2), default=1, help=level)
     add("--card", type=float, default=0.0, metavar="GIB", help="a smaller card")
     add("--utilization", type=float, default=0.9, help="of the (smaller) card")
     add("--quantization", help="vLLM's argument, such as fp8")

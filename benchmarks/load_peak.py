@@ -97,7 +97,7 @@ def measure(allocator: str, layer_set: str, card: float) -> dict[str, Any]:
         with pool:
             for step in LAYER_SETS[layer_set].load():
                 weights = step.weights
-                reclaim(step.layer)
+                reclaim(step)
         row["ok"] = True
     except torch.OutOfMemoryError as error:
         row["ok"] = False
@@ -128,34 +128,21 @@ def versions() -> dict[str, Any]:
 
 
 def allocator_under_test(name: str) -> tuple[Any, Any]:
-    """The context to load in, and what to call after a step with its layer."""
+    """The context to load in, and what to call after a step."""
     if name == "default":
-        return split_limit(), lambda layer: None
+        return split_limit(), lambda step: None
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pool = CuMemAllocator.get_instance().use_memory_pool("weights")
     if name == "stock":
-        return limited(pool), lambda layer: None
+        return limited(pool), lambda step: None
     from vllm.device_allocator.generations import pool_is_open, reclaim
 
-    def after_step(layer: dict | None) -> None:
+    def after_step(step: Any) -> None:
         assert pool_is_open() is (name == "fork")
-        if layer is None:
-            reclaim(force=True)
-        else:
-            reclaim(as_module(layer))
+        reclaim(force=step.layer is None)
 
     return (pool if name == "fork" else limited(pool)), after_step
-
-
-def as_module(layer: dict) -> Any:
-    import torch
-
-    module = torch.nn.Module()
-    for name, tensor in layer.items():
-        parameter = torch.nn.Parameter(tensor, requires_grad=False)
-        module.register_parameter(name, parameter)
-    return module
 
 
 @contextmanager
@@ -205,11 +192,13 @@ def smallest_card(measurer: Measurer, live: float, fits: float) -> tuple[float, 
     return round(high * STEP, 1), rows
 
 
-def run(layer_set: str, allocator: str, site: str | None, split: str) -> dict[str, Any]:
-    """The row of one allocator."""
+def run(
+    layer_set: str, allocator: str, site: str | None, split: str, cards: bool
+) -> dict[str, Any]:
+    """The row of one allocator; with the smallest card if ``cards``."""
     measurer = Measurer(allocator, layer_set, site, split)
     row = measurer.load(0.0)
-    if row["ok"]:
+    if row["ok"] and cards:
         fits = row["peak"] + 0.5
         row["smallest_card"], tries = smallest_card(measurer, row["live"], fits)
         failed = [t for t in tries if not t["ok"]][-1:]
@@ -228,6 +217,9 @@ def main() -> None:
     parser.add_argument("--stock", help="folder with the released vllm package")
     parser.add_argument("--split", default="", help="the user's max_split_size_mb")
     parser.add_argument(
+        "--no-cards", action="store_true", help="do not look for the smallest card"
+    )
+    parser.add_argument(
         "--only", choices=ALLOCATORS, action="append", help="not all allocators"
     )
     parser.add_argument("--json", type=Path, help="add the rows here instead")
@@ -242,12 +234,15 @@ def main() -> None:
         command = f"python benchmarks/load_peak.py {layer_set}"
         if args.split:
             command += f" --split {args.split}"
+        if args.no_cards:
+            command += " --no-cards"
         command += " --fork FORK --stock STOCK"
         for allocator in args.only or ALLOCATORS:
             site = args.stock if allocator == "stock" else args.fork
             if allocator == "default":
                 site = None
-            row = {"command": command} | run(layer_set, allocator, site, args.split)
+            row = run(layer_set, allocator, site, args.split, not args.no_cards)
+            row = {"command": command} | row
             if simulated:
                 row = {"simulated": True} | row
             print(json.dumps(row), flush=True)

@@ -6,7 +6,18 @@ import ctypes
 GIB = 1 << 30
 
 
-def leave_free(card: float) -> None:
+class Ballast:
+    """Device memory that only the driver knows of."""
+
+    def __init__(self, runtime: ctypes.CDLL, address: int | None) -> None:
+        self._runtime = runtime
+        self._address = address
+
+    def free(self) -> None:
+        self._runtime.cudaFree(ctypes.c_void_p(self._address))
+
+
+def leave_free(card: float) -> Ballast:
     """Take all but ``card`` GiB of what is free, past PyTorch's own counts.
 
     Raises:
@@ -16,6 +27,8 @@ def leave_free(card: float) -> None:
 
     size = int(torch.cuda.mem_get_info()[0] - card * GIB)
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
-    code = runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size))
+    address = ctypes.c_void_p()
+    code = runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size))
     if size <= 0 or code:
         raise RuntimeError(f"cannot leave {card} GiB of the card: error {code}")
+    return Ballast(runtime, address.value)

@@ -24,29 +24,96 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def load_peak() -> str:
     """Layer sets: peak and end on the whole card, and the smallest card."""
-    head = ("set", "allocator", "limit", "peak", "at the end", "live", "smallest card")
+    head = ("set", "allocator", "peak", "at the end", "live", "smallest card")
     return table(
         head,
         (
             (
                 row["set"],
                 row["allocator"],
-                row["split"],
-                row.get("peak", "-"),
-                row.get("end", "-"),
-                row.get("live", "-"),
+                row["peak"],
+                row["end"],
+                row["live"],
                 row["smallest_card"],
             )
             for row in read("load_peak.jsonl")
+            if "smallest_card" in row
         ),
     )
 
 
+def split_policies() -> str:
+    """Layer sets on the whole card: peak, and what is taken at the end."""
+    names = ("default", "fork", "fork-off")
+    found = {(r["set"], r["split"], r["allocator"]): r for r in read("load_peak.jsonl")}
+    lines = []
+    for layer_set, limit in dict.fromkeys((key[0], key[1]) for key in found):
+        rows = [found[layer_set, limit, name] for name in names]
+        figures = (f"{row['peak']} / {row['end']}" for row in rows)
+        lines.append((layer_set, limit, *figures))
+    return table(("set", "limit", *names), sorted(lines))
+
+
+def sleep_speed() -> str:
+    """The allocator's calls, in GB/s; later ones also as a share of pinned copies."""
+    head = ("GiB", "build", "first sleep", "later sleeps", "wakes", "of pinned copies")
+    return table(
+        head,
+        (
+            (
+                f"{row['gib']:g}",
+                row["build"],
+                row["first_sleep_gb_s"],
+                row["sleep_gb_s"],
+                row["wake_gb_s"],
+                f"{row['sleep_of_pinned']:.0%}, {row['wake_of_pinned']:.0%}",
+            )
+            for row in sorted(read("sleep_wake.jsonl"), key=lambda row: row["gib"])
+        ),
+    )
+
+
+def ranks() -> str:
+    """One line per rank of a tensor-parallel load."""
+    head = (
+        "model",
+        "mode",
+        "rank",
+        "load peak",
+        "after load",
+        "KV cache",
+        "digest",
+        "cycles",
+        "asleep",
+        "wake without memory",
+    )
+    lines = []
+    for row in sorted(read("ranks.jsonl"), key=model):
+        for rank, digest in enumerate(row["digests"]):
+            figures = [row[k][rank] for k in ("load_peak", "after_load", "kv_cache")]
+            cycles = row["cycles"] if isinstance(row["cycles"], list) else []
+            same = asleep = failed = "-"
+            if cycles:
+                same = (
+                    f"{len(cycles)}, {'equal' if row['same_digests'] else 'DIFFERENT'}"
+                )
+                asleep = second_and_last([cycle["asleep"][rank] for cycle in cycles])
+            for wake in row.get("failed_wakes", ()):
+                if wake["rank"] == rank:
+                    told = "reported" if wake["error"] else "NOT REPORTED"
+                    mended = wake["same_digests"] and "both ranks woke at the repeat"
+                    failed = f"{told}; {mended or 'NOT MENDED'}"
+            mode = row["mode"]
+            sleeps = (same, asleep, failed)
+            lines.append((model(row), mode, rank, *figures, digest, *sleeps))
+    return table(head, lines)
+
+
 def model(row: Row) -> str:
     parts = [row["shape"]]
-    if row["layers"]:
+    if row.get("layers"):
         parts.append(f"{row['layers']} layers")
-    if row["quantization"]:
+    if row.get("quantization"):
         parts.append(row["quantization"])
     return ", ".join(parts)
 
@@ -54,20 +121,35 @@ def model(row: Row) -> str:
 def whole_card() -> str:
     """vLLM's own loader on the whole card. Rows of the fork with an asterisk have the
     in-place conversions; the others have the pool patches alone."""
-    head = ("model", "mode", "load peak", "after load", "KV cache", "digest", "cycles")
+    head = (
+        "model",
+        "mode",
+        "load peak",
+        "after load",
+        "KV cache",
+        "digest",
+        "cycles",
+        "asleep",
+    )
     rows = []
     for row in read("engine.jsonl"):
         if row["card"]:
             continue
         cycles = row.get("cycles") if row["sleep"] and not row["load_only"] else None
-        same = "-"
+        same = asleep = "-"
         if cycles:
             kept = sum(cycle["same_digest"] for cycle in cycles)
             same = f"{kept} of {len(cycles)} equal"
+            asleep = second_and_last([cycle["asleep"] for cycle in cycles])
         mode = row["mode"] + (" *" if row.get("patches") else "")
         figures = (row["load_peak"], row["after_load"], row.get("kv_cache", "-"))
-        rows.append((model(row), mode, *figures, row.get("digest", "-"), same))
+        rows.append((model(row), mode, *figures, row.get("digest", "-"), same, asleep))
     return table(head, sorted(rows, key=lambda row: row[0]))
+
+
+def second_and_last(asleep: Sequence[float]) -> str:
+    """What a card still holds in the second and in the last sleep."""
+    return f"{asleep[min(1, len(asleep) - 1)]}, {asleep[-1]}"
 
 
 def small_cards() -> str:
@@ -132,13 +214,23 @@ def fidelity() -> str:
 
 
 PAGES = {
-    "measurements.md": (load_peak, whole_card, small_cards),
+    "measurements.md": (
+        load_peak,
+        split_policies,
+        whole_card,
+        small_cards,
+        sleep_speed,
+        ranks,
+    ),
     "conversions.md": (conversions,),
     "rehearsal.md": (fidelity,),
 }
 DOCS = RESULTS.parents[1] / "docs"
 FILES = {
     load_peak: ("load_peak.jsonl",),
+    split_policies: ("load_peak.jsonl",),
+    sleep_speed: ("sleep_wake.jsonl",),
+    ranks: ("ranks.jsonl",),
     whole_card: ("engine.jsonl",),
     small_cards: ("engine.jsonl",),
     conversions: ("conversions.jsonl",),

@@ -16,7 +16,9 @@ using Handle = CUmemGenericAllocationHandle;
 struct DeviceTraits {
   CUmemAllocationProp prop = {};
   std::uint64_t granularity = 0;  // bytes
-  bool fabric = false;
+  // What memory can be exported as. Not part of `prop`, as it changes once.
+  mutable std::atomic<CUmemAllocationHandleType> handle_types{
+      CU_MEM_HANDLE_TYPE_NONE};
 };
 
 inline Status ask_device(int device, DeviceTraits* traits) {
@@ -34,8 +36,9 @@ inline Status ask_device(int device, DeviceTraits* traits) {
   if (supports(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)) {
     prop.allocFlags.gpuDirectRDMACapable = 1;
   }
-  traits->fabric = supports(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED);
-  if (traits->fabric) prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_FABRIC;
+  if (supports(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)) {
+    traits->handle_types = CU_MEM_HANDLE_TYPE_FABRIC;
+  }
   std::size_t granularity = 0;
   Status status = CUMEM_CALL(cuMemGetAllocationGranularity, &granularity, &prop,
                              CU_MEM_ALLOC_GRANULARITY_MINIMUM);
@@ -75,12 +78,16 @@ inline Status device_traits(int device, const DeviceTraits** traits) {
 inline Status create_memory(const DeviceTraits& traits, std::uint64_t size,
                             Handle* handle) {
   CUmemAllocationProp prop = traits.prop;
+  prop.requestedHandleTypes = traits.handle_types;
   CUresult result = driver().cuMemCreate(handle, size, &prop, 0);
   // A device can support fabric handles on a machine that has no fabric; then
-  // the driver refuses them, and a file descriptor is the next best handle.
-  if (traits.fabric && (result == CUDA_ERROR_NOT_PERMITTED ||
-                        result == CUDA_ERROR_NOT_SUPPORTED)) {
+  // the driver refuses them, and a file descriptor is the next best handle. It
+  // is asked only once: a refused request costs a wake time on the device.
+  if (prop.requestedHandleTypes == CU_MEM_HANDLE_TYPE_FABRIC &&
+      (result == CUDA_ERROR_NOT_PERMITTED ||
+       result == CUDA_ERROR_NOT_SUPPORTED)) {
     prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    traits.handle_types = prop.requestedHandleTypes;
     result = driver().cuMemCreate(handle, size, &prop, 0);
   }
   return result == CUDA_SUCCESS ? Status()

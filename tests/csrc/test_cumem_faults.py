@@ -158,6 +158,16 @@ def test_fabric_denied_and_out_of_memory(fresh):
     assert "cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY (2)" in fresh(script)
 
 
+def test_fabric_denied_is_asked_for_once(fresh):
+    script = (
+        "fake.set('fabric')\n"
+        "fake.set('fabric_denied')\n"
+        "for _ in range(3): allocator.free(allocator.malloc(1))\n"
+        "print(fake.calls('cuMemCreate'), fake.last_handle_types())\n"
+    )
+    assert fresh(script) == "4 1\n"
+
+
 @pytest.mark.parametrize("function", WAIT_CALLS)
 def test_free_goes_on_when_it_cannot_wait(card, function):
     address = card.malloc()

@@ -54,11 +54,23 @@ def test_tight_device_loads_only_with_generations(monkeypatch):
 
 
 def test_roomy_device_retires_once(monkeypatch):
-    """Each retirement costs memory, so only the one after load_weights happens."""
+    """Only after load_weights: each retirement costs memory."""
     load = Load(monkeypatch, 100 * LAYER)
     with load.open():
         load.run(8)
     assert load.generations.retired == 1
+
+
+def test_a_generation_that_holds_much_is_retired(monkeypatch):
+    load = Load(monkeypatch, 100 * GIB)
+    with load.open():
+        load.device.free(load.device.allocate(7 * GIB))
+        reclaim()
+        assert load.generations.retired == 0
+        load.device.free(load.device.allocate(9 * GIB))
+        reclaim()
+        assert load.generations.retired == 1
+        assert load.device.free_bytes() == 100 * GIB
 
 
 def test_roomy_device_returns_replaced_weights_step_by_step(monkeypatch):
@@ -88,25 +100,14 @@ def test_memory_freed_after_the_scope_goes_back_at_the_next_drain(monkeypatch):
     assert load.device.synchronized
 
 
-def test_default_pool_is_emptied_before_a_generation_is_retired(monkeypatch):
-    """What costs nothing comes first, and is enough here."""
+def test_default_pool_is_emptied_without_a_retirement(monkeypatch):
     load = Load(monkeypatch, 8 * GIB)
-    cached = load.device.allocate(7 * GIB + GIB // 4)
-    load.device.free(cached)
+    load.device.free(load.device.allocate(7 * GIB))
     with load.open():
         load.device.free(load.device.allocate(GIB // 2))
         reclaim()
         assert load.generations.retired == 0
         assert load.device.free_bytes() == 8 * GIB - GIB // 2
-
-
-def test_little_to_gain_is_not_worth_a_retirement(monkeypatch):
-    load = Load(monkeypatch, GIB)
-    with load.open():
-        load.device.allocate(GIB - (64 << 20))
-        load.device.free(load.device.allocate(20 << 20))
-        reclaim()
-    assert load.generations.retired == 0
 
 
 def test_outside_a_pool_reclaim_does_nothing(monkeypatch):

@@ -58,8 +58,8 @@ def events(monkeypatch):
     """What happened, in order, in every module that reclaims."""
     happened: list = []
 
-    def note(layer=None, *, force=False):
-        happened.append(("reclaim", "all" if force else layer))
+    def note(*, force=False):
+        happened.append("reclaim all" if force else "reclaim")
 
     for module in (base_loader, dummy_loader, layerwise, utils):
         monkeypatch.setattr(module, "reclaim", note)
@@ -76,13 +76,13 @@ def test_conversions_attention_and_hook(events):
     utils.process_weights_after_loading(model, config, CPU)
     assert events == [
         ("convert", model.first),
-        ("reclaim", model.first),
+        "reclaim",
         ("convert", model.second),
-        ("reclaim", model.second),
+        "reclaim",
         ("attention", model.attention),
-        ("reclaim", model.attention),
+        "reclaim",
         ("hook", model),
-        ("reclaim", model),
+        "reclaim",
     ]
 
 
@@ -107,7 +107,7 @@ def test_after_all_weights_are_loaded_and_before_any_conversion(events, monkeypa
     model = Loader(config.load_config).load_model(config, model_config)
     assert events[:3] == [
         ("load", model),
-        ("reclaim", "all"),
+        "reclaim all",
         ("convert", model.first),
     ]
 
@@ -125,11 +125,11 @@ def test_online_quantization_reclaims_once_the_buffers_are_dropped(
         monkeypatch.setattr(
             module,
             "reclaim",
-            lambda module: events.append(("reclaim", module, info.can_load())),
+            lambda: events.append(("reclaim", info.can_load())),
         )
     if loader == "weights":
         layerwise._layerwise_process(layer, info)
     else:
         config = SimpleNamespace(model_loader_extra_config=None, load_format="dummy")
         dummy_loader.DummyModelLoader(config)._process_online_quant_layer(layer, info)
-    assert events == [("convert", layer), ("reclaim", layer, False)]
+    assert events == [("convert", layer), ("reclaim", False)]

@@ -9,11 +9,17 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from tests.basic_correctness.memory.cumem.reclaim_stress import (
+    Threads,
+    filled,
+    holds,
+    reclaim_against_other_threads,
+)
 from tools.rehearsal import card
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.generations import pool_is_open, reclaim
@@ -21,7 +27,6 @@ from vllm.device_allocator.generations import pool_is_open, reclaim
 MIB = 1 << 20
 LAYERS = 8
 LAYER = 256 * MIB
-STRESS_SECONDS = float(os.environ.get("POOL_STRESS_SECONDS", "2"))
 
 alive: list[object] = []
 """What outlives a check, until the interpreter ends."""
@@ -36,15 +41,6 @@ def start() -> CuMemAllocator:
 
 def block(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-
-def filled(size: int, value: int) -> torch.Tensor:
-    """On the device, written by a copy."""
-    return torch.full((size,), value, dtype=torch.uint8).cuda()
-
-
-def holds(tensor: torch.Tensor, value: int) -> bool:
-    return bool((tensor.cpu() == value).all())
 
 
 def drain() -> None:
@@ -341,85 +337,10 @@ def a_capture_after_a_load_finds_nothing_to_free() -> None:
 # Threads.
 
 
-class Threads:
-    """Runs functions in a loop, each on a thread, until the time is over."""
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-        self.rounds: dict[str, int] = {}
-        self._end = time.monotonic() + STRESS_SECONDS
-
-    def run(self, *works: Callable[[int], None]) -> None:
-        threads = [
-            threading.Thread(target=self._loop, args=(work, number))
-            for number, work in enumerate(works)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
-
-    def _loop(self, work: Callable[[int], None], number: int) -> None:
-        name = f"{work.__name__}-{number}"
-        try:
-            while time.monotonic() < self._end and not self.errors:
-                work(number)
-                self.rounds[name] = self.rounds.get(name, 0) + 1
-        except BaseException as error:
-            self.errors.append(error)
-
-
 def stress_of_reclaim_against_other_threads() -> None:
-    """No deadlock, no lost memory, and no live tensor loses its contents."""
     allocator = start()
     before = card.used()
-    sizes = (3 * MIB, 11 * MIB, 21 * MIB)
-    handed_over: list[torch.Tensor] = []
-
-    def load_and_reclaim(number: int) -> None:
-        with allocator.use_memory_pool("weights"):
-            weights = [filled(size, number) for size in sizes]
-            reclaim(force=True)
-            for index, size in enumerate(sizes):
-                weights[index] = filled(size + 2 * MIB, number + index)
-                reclaim(force=index == 1)
-            for index, weight in enumerate(weights):
-                assert holds(weight, number + index)
-            # Freed by another thread, after this generation was retired.
-            handed_over.append(weights[0])
-
-    def free(number: int) -> None:
-        if handed_over:
-            handed_over.pop(0)
-        time.sleep(0.001)
-
-    def allocate_and_free(number: int) -> None:
-        tensors = [filled(size, 100 + number) for size in sizes]
-        assert all(holds(tensor, 100 + number) for tensor in tensors)
-        del tensors[1]
-        torch.cuda.empty_cache()
-        assert all(holds(tensor, 100 + number) for tensor in tensors)
-
-    def read_statistics(number: int) -> None:
-        torch.cuda.memory_stats()
-        allocator.memory_by_tag()
-        allocator._table.segments()
-        time.sleep(0.0005)
-
-    threads = Threads()
-    threads.run(
-        load_and_reclaim,
-        load_and_reclaim,
-        allocate_and_free,
-        allocate_and_free,
-        free,
-        read_statistics,
-        read_statistics,
-    )
-    assert len(threads.rounds) == 7, threads.rounds
-    handed_over.clear()
+    reclaim_against_other_threads(allocator)
     assert_nothing_left(allocator)
     torch.cuda.empty_cache()
     assert card.used() - torch.cuda.memory_reserved() == before

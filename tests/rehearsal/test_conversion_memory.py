@@ -36,6 +36,7 @@ CASES = {
     "mxfp4_swizzle, padded": dict(
         format="mxfp4_swizzle", hidden=2880, intermediate=1440
     ),
+    "marlin_nvfp4": dict(hidden=4096, intermediate=768),
 }
 PROGRAM = """
 import torch

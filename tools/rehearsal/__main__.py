@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tools.rehearsal import calibration, packages, plot, report
 from tools.rehearsal.build import BuildError, front_libraries
-from tools.rehearsal.cards import Card, CardError, find_card, known_cards, parse_size
-from tools.rehearsal.jobs import Job
+from tools.rehearsal.cards import Card, CardError, find_card, known_cards, size
+from tools.rehearsal.jobs import Job, OptionError
 from tools.rehearsal.models import ModelError, built_in_models, model_folder
 from tools.rehearsal.packages import PackageError, Variant
 from tools.rehearsal.plot import PlotError
@@ -20,11 +20,18 @@ from tools.rehearsal.rehearse import Answer, Rehearser
 from tools.rehearsal.session import Session, SessionError
 from tools.series.errors import Refusal
 
+
+class PathError(Exception):
+    """A result could not be written where it is wanted."""
+
+
 ERRORS = (
     BuildError,
     CardError,
     ModelError,
+    OptionError,
     PackageError,
+    PathError,
     PlotError,
     SessionError,
     calibration.CalibrationError,
@@ -56,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--card", metavar="NAME", help=f"one of {', '.join(known_cards())}"
     )
     parser.add_argument(
-        "--gpu-memory", metavar="SIZE", type=parse_size, help="total, as 15.47GiB"
+        "--gpu-memory", metavar="SIZE", type=size, help="total, as 15.47GiB"
     )
     parser.add_argument("--capability", metavar="X.Y", help="as 12.0")
     parser.add_argument(
@@ -118,6 +125,15 @@ def _rehearse(
     return answers
 
 
+def _require_folders(*paths: Path | None) -> None:
+    """PathError for a file that could not be written: before the work, not after."""
+    for path in filter(None, paths):
+        if not path.resolve().parent.is_dir():
+            raise PathError(
+                f"there is no folder {path.resolve().parent} for {path.name}"
+            )
+
+
 def _deciding(answers: list[Answer]) -> Answer:
     """The answer that the exit status is about: the fork's, or the first."""
     return next((a for a in answers if a.variant.name == "fork"), answers[0])
@@ -129,12 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         card = _card(args)
         variants = _variants(args.compare)
+        _require_folders(args.json, args.plot, args.snapshot)
         if args.plot:
             plot.require()
-        say("the simulated card is being made ready")
-        front_libraries()
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
             folder = str(model_folder(args.model, Path(scratch)))
+            say("the simulated card is being made ready")
+            front_libraries()
             job = Job(folder, card.memory, sleep=True, options=tuple(options))
             answers = _rehearse(args, card, variants, job)
         print(report.to_text(args.model, card, answers))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cards of cards.toml, and cards that a user describes."""
 
+import argparse
 import dataclasses
 import re
 import tomllib
@@ -34,6 +35,14 @@ def parse_size(text: str) -> int:
     if match is None or unit not in UNITS:
         raise CardError(f"{text!r} is not a size such as 15.47GiB or 16GB")
     return int(float(match[1]) * UNITS[unit])
+
+
+def size(text: str) -> int:
+    """`parse_size` for argparse, which shows only errors of its own kind."""
+    try:
+        return parse_size(text)
+    except CardError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True)

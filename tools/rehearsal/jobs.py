@@ -33,6 +33,10 @@ class Job:
         return cls(**values)
 
 
+class OptionError(ValueError):
+    """vLLM refuses an option; the message says which."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a load did not end well."""
@@ -90,7 +94,8 @@ class Outcome:
         """Mapped but not live, at the allocator's peak."""
         if self.mapped is None or self.live is None:
             return None
-        return self.mapped - self.live
+        # A block may lie in a segment from before the recording.
+        return max(0, self.mapped - self.live)
 
     def to_json(self) -> str:
         """One line."""

@@ -12,11 +12,11 @@ import sys
 import time
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from tools.rehearsal import card
 from tools.rehearsal.jit import compile_nothing
-from tools.rehearsal.jobs import Failure, Job, Outcome
+from tools.rehearsal.jobs import Failure, Job, OptionError, Outcome
 from tools.rehearsal.phases import AFTER, Phases, watch_loader
 from tools.rehearsal.ranks import imagine_peers, set_rank
 from tools.rehearsal.timeline import read_history, thin
@@ -42,18 +42,19 @@ WARM_UP = (
 
 
 def engine_arguments(job: Job) -> Any:
-    """vLLM's EngineArgs for a job. ValueError for options that it refuses."""
+    """vLLM's EngineArgs for a job. OptionError for options that it refuses."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    def refuse(message: str) -> NoReturn:
+        raise OptionError(f"vLLM refuses an option: {message}")
+
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    parser.error = refuse
     options = [f"--model={job.model}", *FIXED_OPTIONS, *job.options]
     if job.sleep:
         options.append("--enable-sleep-mode")
-    try:
-        return EngineArgs.from_cli_args(parser.parse_args(options))
-    except SystemExit:
-        raise ValueError(f"vLLM refuses the options {' '.join(job.options)}") from None
+    return EngineArgs.from_cli_args(parser.parse_args(options))
 
 
 def _innermost_frame(trace: TracebackType | None) -> str:

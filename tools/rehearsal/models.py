@@ -18,8 +18,8 @@ def built_in_models() -> list[str]:
 def model_folder(model: str, scratch: Path) -> Path:
     """The folder with the config.json of `model`.
 
-    `model` is a folder, or a built-in name, for which one is written under
-    `scratch`. Only the shapes count: weights are dummies in either case.
+    `model` is a folder, its config.json, or a built-in name, for which one is
+    written under `scratch`. Only the shapes count: weights are dummies in either case.
     """
     built_in = MODELS / f"{model}.json"
     if built_in.is_file():
@@ -28,9 +28,12 @@ def model_folder(model: str, scratch: Path) -> Path:
         (folder / "config.json").write_text(built_in.read_text())
         return folder
     folder = Path(model)
+    if folder.name == "config.json" and folder.is_file():
+        folder = folder.parent
     if (folder / "config.json").is_file():
         return folder.resolve()
     raise ModelError(
         f"{model!r} is neither a folder with a config.json nor one of "
-        f"{', '.join(built_in_models())}"
+        f"{', '.join(built_in_models())}; for a model of the hub, put its config.json "
+        "into a folder and name that"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tools.rehearsal.cards import Card
-from tools.rehearsal.jobs import Job, Outcome
+from tools.rehearsal.jobs import Job, OptionError, Outcome
 from tools.rehearsal.packages import Variant
 from tools.rehearsal.session import Session
 
@@ -111,8 +111,14 @@ class Rehearser:
     def answer(
         self, *, smallest: bool, kv_cache: bool, snapshot: str | None = None
     ) -> Answer:
-        """Every rank on the card, then the margin, then the smallest card."""
+        """Every rank on the card, then the margin, then the smallest card.
+
+        OptionError when vLLM refuses one of the job's options.
+        """
         ranks = [self._run(trace=True, snapshot=snapshot)]
+        failure = ranks[0].failure
+        if failure is not None and failure.kind == OptionError.__name__:
+            raise OptionError(failure.message)
         for rank in range(1, ranks[0].world_size):
             ranks.append(self._run(rank=rank, trace=True))
         answer = Answer(self._variant, Verdict.UNKNOWN, ranks)

@@ -5,11 +5,12 @@ import dataclasses
 from typing import Any
 
 from tools.rehearsal.cards import Card
-from tools.rehearsal.jobs import Outcome
+from tools.rehearsal.jobs import Failure, Outcome
 from tools.rehearsal.rehearse import Answer, Verdict
 
 GIB = 1 << 30
 SHOWN_PHASES = 5
+SHOWN_LINES = 6  # of an error that is not about memory
 
 # Exit statuses; 2 is for wrong arguments.
 LOADS, FAILS, COULD_NOT_TELL = 0, 1, 3
@@ -114,13 +115,21 @@ def _first_line(message: str) -> str:
     return message.split(" If reserved but unallocated")[0].splitlines()[0]
 
 
+def _reason(failure: Failure) -> list[str]:
+    if failure.out_of_memory:
+        return [_first_line(failure.message)]
+    return failure.message.splitlines()[:SHOWN_LINES]
+
+
 def _notes(answer: Answer) -> list[str]:
     worst, name = answer.worst, answer.variant.name
     notes = []
     if worst.failure is not None:
         failure = worst.failure
         notes.append(f"{name} stops in {worst.phase_at_peak or 'its start'}:")
-        notes.append(f"  {failure.kind}: {_first_line(failure.message)}")
+        first, *others = _reason(failure) or [""]
+        notes.append(f"  {failure.kind}: {first}")
+        notes += [f"    {line.strip()}" for line in others]
         if failure.frame:
             notes.append(f"  at {failure.frame}")
     if worst.live_at_peak:

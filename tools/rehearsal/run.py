@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.rehearsal.build import BuildError, front_libraries, site_packages
 from tools.rehearsal.calibration import calibrate
-from tools.rehearsal.cards import Card, CardError, find_card, parse_size
+from tools.rehearsal.cards import Card, CardError, find_card, size
 
 
 def environment(
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.rehearsal.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--card", help="a name in cards.toml")
-    parser.add_argument("--gpu-memory", type=parse_size, help="total, as 15.47GiB")
+    parser.add_argument("--gpu-memory", type=size, help="total, as 15.47GiB")
     parser.add_argument("--capability", help="as 12.0")
     parser.add_argument("--cards", type=int, default=1, help="how many of them")
     parser.add_argument(
@@ -81,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BuildError, CardError) as error:
         print(f"rehearsal: {error}", file=sys.stderr)
         return 2
-    return subprocess.run(command, env=env).returncode
+    try:
+        return subprocess.run(command, env=env).returncode
+    except OSError as error:
+        print(f"rehearsal: {command[0]} does not start: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.device_allocator.reclaim_policy import LoadPressure, worth_retiring
+from vllm.device_allocator.reclaim_policy import ReclaimPolicy
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -49,15 +49,6 @@ class Generation:
     pool: torch.cuda.MemPool | None
     routing: AbstractContextManager
 
-    def returnable_bytes(self) -> int:
-        """Bytes in segments without a single allocated block."""
-        assert self.pool is not None
-        return sum(
-            segment["total_size"]
-            for segment in self.pool.snapshot(include_traces=False)
-            if segment["allocated_size"] == 0
-        )
-
 
 @dataclass
 class _Scope:
@@ -65,7 +56,7 @@ class _Scope:
 
     owner: "PoolGenerations"
     generation: Generation
-    pressure: LoadPressure = field(default_factory=LoadPressure)
+    policy: ReclaimPolicy = field(default_factory=ReclaimPolicy)
 
 
 class _ThreadState(threading.local):
@@ -208,35 +199,33 @@ def pool_is_open() -> bool:
     return bool(_thread.scopes) and _thread.scopes[-1].owner.enabled
 
 
-def reclaim(layer: torch.nn.Module | None = None, *, force: bool = False) -> None:
-    """Give memory that the load stranded back to the device, if it runs short.
+def reclaim(*, force: bool = False) -> None:
+    """Give memory that the load stranded back to the device, if there is much of it.
 
     Call it where no temporary of a finished step is alive any more: after the
     conversion of a layer, after all weights were loaded. Outside a memory pool, and
     while a stream is being captured, it does nothing.
 
     Args:
-        layer: the module whose step just ended.
-        force: retire the open generation whether or not memory is short.
+        force: retire the open generation, so that what it holds can be returned segment
+            by segment from now on.
 
     """
     if not pool_is_open() or torch.cuda.is_current_stream_capturing():
         return
     scope = _thread.scopes[-1]
-    owner, pressure = scope.owner, scope.pressure
+    owner, policy = scope.owner, scope.policy
+    if not force and not policy.worth_draining(_cached_bytes()):
+        return
     free = _free_bytes()
-    pressure.finish_step(free)
     if force:
         owner.retire(scope)
     else:
-        need = pressure.next_step(_parameter_bytes(layer))
-        if free >= need and not pressure.worth_draining(_cached_bytes()):
-            return
         owner.drain(scope.generation.device)
-        if _free_bytes() < need and worth_retiring(scope.generation.returnable_bytes()):
+        if policy.worth_retiring(_cached_bytes()):
             owner.retire(scope)
+    policy.reclaimed(_cached_bytes())
     after = _free_bytes()
-    pressure.restart(after, _cached_bytes())
     logger.debug(
         "Reclaimed %.1f MiB of device memory during the load, %.1f MiB are free",
         (after - free) / (1 << 20),
@@ -251,10 +240,3 @@ def _free_bytes() -> int:
 def _cached_bytes() -> int:
     """Free bytes in PyTorch's pools of the current device."""
     return torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-
-
-def _parameter_bytes(layer: torch.nn.Module | None) -> int:
-    if layer is None:
-        return 0
-    own = layer.parameters(recurse=False)
-    return sum(parameter.nbytes for parameter in own if parameter.is_cuda)

@@ -385,7 +385,8 @@ def _marlin(inputs: Inputs, name: str, *arguments: Any, **options: Any) -> tuple
     case, layer = inputs.case, inputs.layer
     layer.num_experts, layer.hidden_size = case["experts"], case["hidden"]
     layer.intermediate_size_per_partition = case["intermediate"]
-    layer.params_dtype = layer.orig_dtype = torch.bfloat16
+    dtype = getattr(torch, case.get("dtype", "torch.bfloat16").removeprefix("torch."))
+    layer.params_dtype = layer.orig_dtype = dtype
     module = marlin_utils_fp4 if hasattr(marlin_utils_fp4, name) else marlin_utils_fp8
     kernel = ops.gptq_marlin_repack
     if inputs.device == "cpu":

@@ -35,6 +35,38 @@ def test_weights_keep_their_storage(format):
     assert (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
+@pytest.mark.parametrize("gated", [True, False])
+def test_nvfp4_scales_of_other_sizes(dtype, gated):
+    case = dict(SMALL, format="marlin_nvfp4", gated=gated, dtype=str(dtype))
+    check_case(case | dict(experts=5, seed=3, intermediate=192))
+
+
+def test_nvfp4_scales_keep_their_storage():
+    inputs = Inputs(dict(SMALL, format="marlin_nvfp4"))
+    build, run = FORMATS["marlin_nvfp4"]
+    build(inputs)
+    layer = inputs.layer
+    before = layer.w13_weight_scale.data_ptr(), layer.w2_weight_scale.data_ptr()
+    run(inputs)
+    after = layer.w13_weight_scale.data_ptr(), layer.w2_weight_scale.data_ptr()
+    assert after == before
+
+
+@pytest.mark.parametrize("largest", [0.0, 1.0, 448.0])
+def test_scale_factor_of_the_largest_scales(largest):
+    """Also of scales that are zero, negative or no number."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    scales = torch.rand(3, 4, 8) * largest
+    scales[1, 2, 3], scales[0, 0, 0], scales[2, 1, 1] = largest, -500.0, torch.nan
+    scales = scales.to(torch.float8_e4m3fn)
+    found = marlin_in_place.largest_scales(scales, torch.bfloat16)
+    factor = marlin_utils_fp4._nvfp4_compute_scale_factor
+    expected = factor(scales.to(torch.bfloat16), torch.bfloat16)
+    assert factor(found, torch.bfloat16) == expected
+
+
 def reversed_words(expert: torch.Tensor) -> torch.Tensor:
     return expert.view(torch.int32).flatten().flip(0).view(2, -1)
 

@@ -260,6 +260,21 @@ def bits_and_addresses_survive_cycles() -> None:
         used = now
 
 
+@CHECKS.add
+def reclaim_while_other_threads_allocate() -> None:
+    """For POOL_STRESS_SECONDS."""
+    from tests.basic_correctness.memory.cumem import reclaim_stress
+
+    allocator = get_allocator()
+    before = free_bytes()
+    reclaim_stress.reclaim_against_other_threads(allocator)
+    gc.collect()
+    allocator._generations.drain()
+    assert segments(allocator) == []
+    assert allocator._table.take_errors() == []
+    assert free_bytes() == before
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CHECKS.names)
 def test_in_own_process(name):

@@ -59,3 +59,58 @@ def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
         )
 
     return repack_experts(weight, repack)
+
+
+def largest_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each expert's largest positive scale, or 0: [experts], as `dtype`.
+
+    They have the scale factor of all scales, which `_nvfp4_compute_scale_factor`
+    takes from the largest.
+    """
+    largest = scales.new_zeros(len(scales), dtype=dtype)
+    for expert, values in enumerate(scales.data):
+        positive = values.to(dtype)
+        if positive.numel():
+            largest[expert] = torch.where(positive > 0, positive, 0).max()
+    return largest
+
+
+def process_nvfp4_scales(
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    scale_factor: float,
+    size_k: int,
+    size_n: int,
+    is_a_8bit: bool,
+) -> torch.Tensor:
+    """NVFP4 block scales for Marlin, by `repack_experts`.
+
+    Args:
+        scales: float8_e4m3fn [experts, size_n, size_k / 16]; overwritten if it is a
+            contiguous parameter.
+        dtype: of the activations.
+        scale_factor: common to all experts.
+        size_k, size_n: input and output size.
+        is_a_8bit: activations have eight bits.
+
+    Returns:
+        float8_e4m3fn [experts, size_k / 16, size_n].
+    """
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+        marlin_permute_scales,
+    )
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+        nvfp4_marlin_process_scales,
+    )
+
+    def process(expert: torch.Tensor) -> torch.Tensor:
+        permuted = marlin_permute_scales(
+            s=expert.to(dtype).T,
+            size_k=size_k,
+            size_n=size_n,
+            group_size=16,
+            is_a_8bit=is_a_8bit,
+        )
+        return nvfp4_marlin_process_scales(permuted, scale_factor, dtype)[0]
+
+    return repack_experts(scales, process)

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NVFP4 expert weights in the layouts of FlashInfer's and CUTLASS kernels."""
 
+from typing import Any
+
 import torch
 
 from vllm.model_executor.layers.quantization.utils.flashinfer_layouts import (
@@ -136,7 +138,7 @@ def swizzled_nvfp4(
     halves = 2 if swap else 1
     up = dict(halves=halves, padded_half=sizes[0][0] // halves, swap=swap)
     tiled = dict(tiling=SCALE_128X4)
-    plan: tuple[tuple[str, torch.Tensor, int, dict], ...] = (
+    plan: tuple[tuple[str, torch.Tensor, int, dict[str, Any]], ...] = (
         ("w13", w13, sizes[0][1], up),
         ("w13_scale", w13_scale, sizes[2][1], up | tiled),
         ("w2", w2, sizes[1][1], {}),
