@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.series import diff, export, extension, fetch, lint
+from tools.series import bases, diff, export, extension, fetch, lint
 from tools.series.base import Base, open_base
 from tools.series.checkout import apply_to_checkout
 from tools.series.errors import Refusal
@@ -64,7 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(run=_list)
 
     check = commands.add_parser("check", help="does every patch fit a base?")
-    check.add_argument("base", metavar="BASE")
+    check.add_argument(
+        "base", nargs="?", metavar="BASE", help="(default: a table of all known bases)"
+    )
+    check.add_argument(
+        "--page", action="store_true", help="write the table into docs/bases.md"
+    )
     check.add_argument(
         "--alone",
         action="store_true",
@@ -127,15 +132,29 @@ def _list(series: Series, _: argparse.Namespace) -> None:
 
 
 def _check(series: Series, options: argparse.Namespace) -> None:
+    if options.base is None:
+        _check_all(series, options.page)
+        return
     base = _base(series, options.base)
     for done in apply_series(series, base):
         print(f"{done.patch.id}  applies  ({_count(done)})")
     if options.alone:
-        for patch in series.patches:
+        for patch in series.on(base.version).patches:
             apply_series(series.closure(patch), base)
             print(
                 f"{patch.id}  applies with only {', '.join(patch.requires) or 'itself'}"
             )
+
+
+def _check_all(series: Series, into_page: bool) -> None:
+    told = {}
+    for version in series.bases:
+        base = open_base(fetch.source_archive(version), series.bases)
+        told[version] = bases.states(series, base)
+    made = bases.page(series, told)
+    if into_page:
+        bases.PAGE.write_text(bases.filled(bases.PAGE.read_text(), made))
+    print(made, end="")
 
 
 def _count(done: Applied) -> str:
