@@ -13,6 +13,7 @@ for each rank in turn, and notes what the engine says and whether a repeat wakes
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import shlex
@@ -23,6 +24,7 @@ from typing import Any
 
 from engine_load import ENVIRONMENT, capability_without_cuda, model_folder
 
+PRELOADED = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker")
 SHORT_OF_MEMORY_GIB = 1.0
 """What a rank that is to fail its wake has free."""
 
@@ -148,6 +150,8 @@ def main() -> None:
     lines = sys.stdin if args.serve else [shlex.join(sys.argv[1:])]
     # As long as this process has not started CUDA, its workers are forked, not spawned.
     with capability_without_cuda():
+        for name in PRELOADED:
+            importlib.import_module(name)
         for line in lines:
             print(json.dumps(run(parser().parse_args(shlex.split(line)))), flush=True)
     os._exit(0)
