@@ -4,7 +4,7 @@
 # make test   lint and all tests, against the installed fork
 # make faults all injected faults on the simulated card
 # make wheel  only the wheel, in dist/
-# make lint   ruff and mypy, on our files and on what the graft changes
+# make lint   ruff and mypy on our files, and upstream's checks on what the graft changes
 # make docs   the documentation as a site, in build/site
 
 PYTHON ?= python3

@@ -80,7 +80,7 @@ def test_all_pages_are_read():
         "python -m tools.serie list",
         "python -m tools.series lst",
         "python -m tools.series check BASE --alne",
-        "python -m tools.series check",
+        "python -m tools.series diff",
         "python -m tools.rehearsal MODEL --card h200 --quantisation fp8",
         "python -m tools.rehearsal MODEL --gpu-memory 16x",
         "python -m tools.rehearsal.run --crd h200 -- python benchmarks/tables.py",

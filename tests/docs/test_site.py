@@ -16,7 +16,8 @@ from tools.series.manifest import load
 from tools.series.series import Applied, Change, apply_series
 from tools.site.patch_pages import changed_lines, escape, overview, page
 
-PATCHES = load(ROOT).patches
+SERIES = load(ROOT)
+PATCHES = SERIES.on(SERIES.bases[0]).patches
 
 
 @pytest.fixture(scope="session")

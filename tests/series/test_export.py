@@ -27,6 +27,7 @@ WHO = Identity("A Tester", "tester@example.com")
 def two(world: Any) -> Any:
     """A patch that changes a file, and one beside it with a new file and a test."""
     world.edit('within = "load"\nop = "append"\ncode = "one()"')
+    (world.base / "vllm/pool.py").chmod(0o755)
     world.ours("vllm/new.py", "x = 1\ny = 2\n")
     world.ours("tests/test_new.py", "def test_new():\n    pass\n")
     world.patch(
@@ -71,6 +72,8 @@ def test_mails_apply_with_git_am(
     run_git(two.base, "add", "-A")
     run_git(two.base, "commit", "-qm", "base")
     run_git(two.base, "am", "-q", "--keep-non-patch", *map(str, mails))
+    assert "100755" in run_git(two.base, "ls-tree", "HEAD", "vllm/pool.py")
+    assert "index" in mails[0].read_text() and " 100755\n" in mails[0].read_text()
     titles = run_git(two.base, "log", "--reverse", "--format=%s").splitlines()
     assert titles == ["base", "[Core] 0001-part", "[Core] 0002-other"]
     assert (two.base / "vllm/pool.py").read_text().endswith("    one()\n    two()\n")
@@ -201,7 +204,8 @@ def test_every_mail_says_its_price_and_what_was_measured(series: Series) -> None
 
 
 def imported(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    """What a module imports as it is imported; more may be tried in functions."""
+    for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -102,7 +102,7 @@ def test_a_checkout_gets_one_commit_per_patch(
     assert titles == ["base", *(patch.title for patch in series.patches)]
     assert run_git(checkout, "status", "--porcelain") == ""
     commits = run_git(checkout, "log", "--reverse", "--format=%H").split()[1:]
-    for commit, patch in zip(commits, series.patches, strict=True):
+    for commit, patch in zip(commits, series.on(series.bases[0]).patches, strict=True):
         files = run_git(
             checkout, "show", "--no-renames", "--format=", "--name-only", commit
         ).split()

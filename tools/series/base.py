@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import subprocess
 import tarfile
 import zipfile
@@ -31,6 +32,8 @@ class Base(Protocol):
 
     def read(self, path: str) -> bytes: ...
 
+    def is_executable(self, path: str) -> bool: ...
+
     def paths(self) -> Iterable[str]: ...
 
 
@@ -48,6 +51,9 @@ class FolderBase:
 
     def read(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
+
+    def is_executable(self, path: str) -> bool:
+        return bool((self.root / path).stat().st_mode & stat.S_IXUSR)
 
     def paths(self) -> Iterable[str]:
         tops = self.root.iterdir() if self.has_sources else [self.root / "vllm"]
@@ -68,43 +74,48 @@ class MemberBase:
         try:
             if path.suffix == ".whl":
                 self._zip: zipfile.ZipFile | None = zipfile.ZipFile(path)
-                self._files = {n: n for n in self._zip.namelist() if n[-1] != "/"}
+                members = [i for i in self._zip.infolist() if not i.is_dir()]
+                self._modes = {i.filename: i.external_attr >> 16 for i in members}
             else:
                 self._zip = None
-                self._files, self._bytes = _read_archive(path)
+                self._modes, self._bytes = _read_archive(path)
         except (OSError, zipfile.BadZipFile, tarfile.TarError) as error:
             raise Refusal(f"is not a wheel or source archive: {error}") from error
         self.version = _version_of_metadata(self.read(self._metadata()).decode())
 
     def _metadata(self) -> str:
         pattern = r"vllm-[^/]+\.dist-info/METADATA|PKG-INFO"
-        found = [path for path in self._files if re.fullmatch(pattern, path)]
+        found = [path for path in self._modes if re.fullmatch(pattern, path)]
         if len(found) != 1:
             raise Refusal(f"it has {len(found)} metadata files of vllm, not one")
         return found[0]
 
     def exists(self, path: str) -> bool:
-        return path in self._files
+        return path in self._modes
 
     def read(self, path: str) -> bytes:
         if self._zip is not None:
             return self._zip.read(path)
         return self._bytes[path]
 
+    def is_executable(self, path: str) -> bool:
+        return bool(self._modes[path] & stat.S_IXUSR)
+
     def paths(self) -> Iterable[str]:
-        return iter(self._files)
+        return iter(self._modes)
 
 
-def _read_archive(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Regular files of a source archive without its top folder."""
+def _read_archive(path: Path) -> tuple[dict[str, int], dict[str, bytes]]:
+    """Modes and bytes of a source archive's regular files, without its top folder."""
+    modes: dict[str, int] = {}
     contents: dict[str, bytes] = {}
     with tarfile.open(path) as archive:
         for member in archive:
             inner = member.name.partition("/")[2]
             stream = archive.extractfile(member) if member.isfile() else None
             if inner and stream is not None:
-                contents[inner] = stream.read()
-    return {name: name for name in contents}, contents
+                contents[inner], modes[inner] = stream.read(), member.mode
+    return modes, contents
 
 
 def open_base(path: Path, known: Iterable[str]) -> Base:

@@ -99,6 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     mails.set_defaults(run=_export)
 
+    source = commands.add_parser("source", help="fetch upstream's source archive")
+    source.add_argument("version", nargs="?", metavar="VERSION")
+    source.set_defaults(run=_source)
+
     wheel = commands.add_parser("wheel", help="build the fork's wheel")
     wheel.add_argument("--out", type=Path, default=Path("dist"), metavar="DIR")
     wheel.add_argument("--base", default=None, metavar="BASE", help="another wheel")
@@ -188,6 +192,10 @@ def _export(series: Series, options: argparse.Namespace) -> None:
         print(f"{row['file']}  ({row['changed_lines']} changed lines)")
 
 
+def _source(series: Series, options: argparse.Namespace) -> None:
+    print(fetch.source_archive(options.version or series.bases[0]))
+
+
 def _source_path(text: str) -> Path:
     if text in fetch.known_versions() and not Path(text).exists():
         return fetch.source_archive(text)
@@ -204,7 +212,7 @@ def _patch(series: Series, name: str) -> Patch:
 def _lint(series: Series, options: argparse.Namespace) -> None:
     base = open_base(_source_path(options.base or series.bases[0]), series.bases)
     applied = apply_series(series, base, notices=False)
-    export.measured(applied)
+    export.measured(base, applied)
     changed = final(applied)
     found = lint.findings(base, changed.values())
     if found:

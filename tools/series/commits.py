@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.series.base import git
+from tools.series.base import Base, git
 from tools.series.errors import Refusal
 from tools.series.series import Applied, final
 
@@ -63,8 +63,9 @@ class Size:
 class Commits:
     """One commit per patch, on top of the base's version of the files."""
 
-    def __init__(self, folder: Path, applied: Sequence[Applied]) -> None:
+    def __init__(self, folder: Path, base: Base, applied: Sequence[Applied]) -> None:
         self.folder = folder
+        self.base = base
         self.applied = list(applied)
         self._names: dict[str, str] = {}
 
@@ -74,6 +75,8 @@ class Commits:
         for change in final(self.applied).values():
             if change.before is not None:
                 self._write(change.path, change.before)
+                if self.base.is_executable(change.path):
+                    (self.folder / change.path).chmod(0o755)
         self._commit("base", who)
         for done, message in zip(self.applied, messages, strict=True):
             for change in done.changes:
@@ -139,12 +142,13 @@ class Commits:
 
 @contextmanager
 def committed(
+    base: Base,
     applied: Sequence[Applied],
     messages: Sequence[str] | None = None,
     who: Identity = NOBODY,
 ) -> Iterator[Commits]:
     """The series as commits, until the context ends."""
     with tempfile.TemporaryDirectory() as scratch:
-        commits = Commits(Path(scratch), applied)
+        commits = Commits(Path(scratch), base, applied)
         commits.make(messages or [done.patch.title for done in applied], who)
         yield commits

@@ -55,7 +55,7 @@ def export(
         raise Refusal("is there already: give a new or an empty folder", file=str(out))
     series = series.on(base.version)
     applied = apply_series(series, base, notices=False)
-    sizes = measured(applied)
+    sizes = measured(base, applied)
     messages = [
         mail.message(done.patch, size, who)
         for done, size in zip(applied, sizes, strict=True)
@@ -63,7 +63,7 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=out.parent) as scratch,
-        committed(applied, messages, who) as commits,
+        committed(base, applied, messages, who) as commits,
     ):
         folder = Path(scratch) / "mails"
         mails = commits.mails(folder)
@@ -81,9 +81,9 @@ def export(
     return rows
 
 
-def measured(applied: Sequence[Applied]) -> list[Size]:
+def measured(base: Base, applied: Sequence[Applied]) -> list[Size]:
     """The size of each patch. Raises ``Refusal`` for those above ``LIMIT``."""
-    with committed(applied) as commits:
+    with committed(base, applied) as commits:
         sizes = [commits.size(done) for done in applied]
     over = [
         f"{done.patch.id} changes {size.changed_lines} lines of upstream's files"

@@ -17,6 +17,8 @@ submits such a change to have reviewed every line and run the tests; signing it 
 that you have."""
 #: Below it, tests need a GPU.
 ON_A_GPU = "tests/basic_correctness/"
+#: Below it, tests compare with the released functions.
+AGAINST_RELEASE = "tests/kernels/moe/"
 _FORK = """\
 Paths under benchmarks/, docs/ and tests/rehearsal/ are of the fork that this series
 comes from; FORK and STOCK are folders that hold a `vllm` package."""
@@ -82,7 +84,11 @@ def _commands(patch: Patch) -> list[str]:
 
 
 def _command(paths: list[str]) -> str:
-    return "    " + " \\\n        ".join(["python -m pytest", *paths])
+    lines = ["python -m pytest", *paths]
+    if any(path.startswith(AGAINST_RELEASE) for path in paths):
+        # A folder that `pip install --no-deps --target` has filled.
+        lines.insert(0, "VLLM_RELEASE=FOLDER_WITH_THE_RELEASED_VLLM")
+    return "    " + " \\\n        ".join(lines)
 
 
 def results(patch: Patch) -> str:
