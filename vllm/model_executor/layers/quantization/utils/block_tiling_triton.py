@@ -8,8 +8,8 @@ order, so reads and writes are both of neighbouring bytes, and the block can be 
 target.
 """
 
-from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -94,47 +94,54 @@ def stays_in_blocks(conversion: Conversion) -> bool:
     return conversion.table("stays in blocks", rows.device, compare)
 
 
-@dataclass(frozen=True)
 class BlockTiling:
-    """A launch of `_tile_blocks` for all experts of one tensor."""
+    """Launches of `_tile_blocks` for all experts of tensors of one kind.
 
-    source: torch.Tensor  # in units, [experts, rows, columns]
-    out: torch.Tensor  # in units, [experts, units]
-    from_rows: torch.Tensor  # int32, source row of each result row
-    conversion: Conversion
-    unit: int
-    source_units: int
-    align: int
+    Args:
+        from_rows: int32, the source row of each result row; -1 for padding.
+        conversion: what to do.
+        experts: how many.
+        unit: bytes of the elements that tensors are given in.
+        align: units of an access.
+        strides: units from expert to expert and from row to row of the source.
+        out_expert: units from expert to expert of the result.
+    """
 
-    def __call__(self) -> None:
-        conversion = self.conversion
+    def __init__(
+        self,
+        from_rows: torch.Tensor,
+        conversion: Conversion,
+        experts: int,
+        unit: int,
+        align: int,
+        strides: tuple[int, ...],
+        out_expert: int,
+    ):
         tiling, (rows, row_bytes) = conversion.tiling, conversion.shape
-        block = block_rows(tiling)
-        out_units = row_bytes // self.unit
-        run = tiling.run // self.unit
+        block, run = block_rows(tiling), tiling.run // unit
+        out_units = row_bytes // unit
         columns = triton.next_power_of_2(out_units)
         split = (*tiling.row_split, columns // run, run)
         order = tuple(dimension - 1 for dimension in tiling.order[1:])
         outer = prod(split[d] for d in order[: order.index(len(split) - 2)])
-        held = block * columns * self.unit
         blocks = rows // block
-        _tile_blocks[(blocks * self.source.shape[0],)](
-            self.source,
-            self.out,
-            self.from_rows,
-            blocks,
-            self.source_units,
-            out_units,
-            self.source.stride(0),
-            self.source.stride(1),
-            self.out.stride(0),
-            FILL=conversion.fill * sum(256**i for i in range(self.unit)),
-            ALIGN=self.align,
+        self.grid = (blocks * experts,)
+        source_units = conversion.source_shape[1] // unit
+        self.sizes = blocks, source_units, out_units, *strides, out_expert
+        self.from_rows = from_rows
+        self.constants: dict[str, Any] = dict(
+            FILL=conversion.fill * sum(256**i for i in range(unit)),
+            ALIGN=align,
             ROWS=block,
             COLUMNS=columns,
             SPLIT=split,
             ORDER=order,
             OUTER=outer,
             PADDED=bool(conversion.padded_rows),
-            num_warps=8 if held > 16384 else 4,
+            num_warps=8 if block * columns * unit > 16384 else 4,
+        )
+
+    def __call__(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        _tile_blocks[self.grid](
+            source, out, self.from_rows, *self.sizes, **self.constants
         )

@@ -10,7 +10,7 @@ before it has loaded, so every program ends. One read and one write, and no scra
 flags.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,54 +76,58 @@ def _expand_rows(
     tl.store(memory + place + column, value, mask=wanted)
 
 
-@dataclass(frozen=True)
 class Expansion:
-    """A launch of `_expand_rows` for all experts of one tensor."""
+    """Launches of `_expand_rows` for all experts of tensors of one kind.
 
-    memory: torch.Tensor  # in units, one dimension: source in front, then the room
-    experts: int
-    from_rows: torch.Tensor  # int32
-    to_rows: torch.Tensor  # int32
-    row_bytes: int
-    source_bytes: int
-    unit: int
-    align: int
-    fill: int
+    Args:
+        experts: how many.
+        from_rows: int32, source row of each result row, rising; -1 for padding.
+        to_rows: int32, the result row of each source row.
+        row_bytes, source_bytes: of a row, after and before.
+        unit: bytes of the elements that the tensor is given in.
+        align: units of an access.
+        fill: value of padding bytes.
+    """
 
-    @property
-    def columns(self) -> int:
-        return triton.next_power_of_2(self.row_bytes // self.unit)
-
-    @property
-    def group_rows(self) -> int:
-        return max(1, GROUP_BYTES // (self.columns * self.unit))
-
-    @property
-    def groups(self) -> int:
-        return triton.cdiv(self.experts * self.from_rows.numel(), self.group_rows)
-
-    @property
-    def flags(self) -> int:
-        """How many int32 zeros a launch needs: a multiple of 16 bytes."""
-        return (1 + self.groups + 3) // 4 * 4
-
-    def __call__(self, flags: torch.Tensor) -> None:
-        rows, source_rows = self.from_rows.numel(), self.to_rows.numel()
-        _expand_rows[(self.groups,)](
-            self.memory,
-            flags,
-            self.from_rows,
-            self.to_rows,
-            self.groups,
-            self.experts * rows,
-            self.experts * source_rows,
+    def __init__(
+        self,
+        experts: int,
+        from_rows: torch.Tensor,
+        to_rows: torch.Tensor,
+        row_bytes: int,
+        source_bytes: int,
+        unit: int,
+        align: int,
+        fill: int,
+    ):
+        self.tables = from_rows, to_rows
+        rows, source_rows = from_rows.numel(), to_rows.numel()
+        units = row_bytes // unit
+        columns = triton.next_power_of_2(units)
+        group_rows = max(1, GROUP_BYTES // (columns * unit))
+        groups = triton.cdiv(experts * rows, group_rows)
+        self.grid = (groups,)
+        #: how many int32 zeros a launch needs: a multiple of 16 bytes
+        self.flags = (1 + groups + 3) // 4 * 4
+        self.sizes = (
+            groups,
+            experts * rows,
+            experts * source_rows,
             rows,
             source_rows,
-            self.row_bytes // self.unit,
-            self.source_bytes // self.unit,
-            FILL=self.fill * sum(256**i for i in range(self.unit)),
-            ALIGN=self.align,
-            ROWS=self.group_rows,
-            COLUMNS=self.columns,
+            units,
+            source_bytes // unit,
+        )
+        self.constants: dict[str, Any] = dict(
+            FILL=fill * sum(256**i for i in range(unit)),
+            ALIGN=align,
+            ROWS=group_rows,
+            COLUMNS=columns,
             num_warps=8,
+        )
+
+    def __call__(self, memory: torch.Tensor, flags: torch.Tensor) -> None:
+        """Pad the source at the beginning of `memory`; `flags` are zeros."""
+        _expand_rows[self.grid](
+            memory, flags, *self.tables, *self.sizes, **self.constants
         )

@@ -63,6 +63,34 @@ def moe_layout(
     with `interleave`, and rows are shuffled for the transposed MMA output of
     FlashInfer's kernels if `epilogue_tile_m` is given.
     """
+    # Index tables are made outside any default device, inside or outside a load.
+    with torch.device("cpu"):
+        return _moe_layout(
+            rows,
+            row_bytes,
+            halves,
+            padded_half,
+            padded_row_bytes,
+            swap,
+            interleave,
+            epilogue_tile_m,
+            tiling,
+            fill,
+        )
+
+
+def _moe_layout(
+    rows: int,
+    row_bytes: int,
+    halves: int,
+    padded_half: int | None,
+    padded_row_bytes: int | None,
+    swap: bool,
+    interleave: bool,
+    epilogue_tile_m: int | None,
+    tiling: Tiling,
+    fill: int,
+) -> Conversion:
     half = rows // halves
     order = padded_halves(half, padded_half or half, halves, swap)
     if interleave:
@@ -96,9 +124,7 @@ def layout_of(
         block = shuffle_block(options["epilogue_tile_m"])
         check_multiple(name, "rows", padded_rows, block)
     options.get("tiling", ROW_MAJOR).check(name, padded_rows, padded_bytes)
-    # Index tables are made outside any default device, inside or outside a load.
-    with torch.device("cpu"):
-        return moe_layout(rows, row_bytes, halves=halves, **options)
+    return moe_layout(rows, row_bytes, halves=halves, **options)
 
 
 def padded(

@@ -14,9 +14,10 @@ by plain torch operators, one expert at a time.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -155,7 +156,7 @@ class Conversion:
             and tiling.order == tuple(range(len(tiling.order)))
             and bool((self.rows == torch.arange(self.rows.numel())).all())
         )
-        self._tables: dict[tuple[str, torch.device], object] = {}
+        self._tables: dict[tuple[Hashable, torch.device], Any] = {}
 
     def __repr__(self) -> str:
         return (
@@ -163,8 +164,10 @@ class Conversion:
             f"{'in place' if self.in_place else 'one output'})"
         )
 
-    def table(self, key: str, device: torch.device, build):
-        """Index tables of an executor, built once per device and kept there."""
+    def table(
+        self, key: Hashable, device: torch.device, build: Callable[[], Any]
+    ) -> Any:
+        """Index tables and plans of an executor, made once per device and kept."""
         found = self._tables.get((key, device))
         if found is None:
             found = self._tables[key, device] = build()
@@ -192,10 +195,13 @@ class Conversion:
 
 def use_triton(weight: torch.Tensor) -> bool:
     """Whether Triton runs the conversions of this tensor, else plain torch."""
-    if not weight.is_cuda:
-        return False
+    return weight.is_cuda and _device_has_triton(weight.device)
+
+
+@functools.cache
+def _device_has_triton(device: torch.device) -> bool:
     kernels = _triton_kernels()
-    return kernels is not None and kernels.supported(weight.device)
+    return kernels is not None and kernels.supported(device)
 
 
 @functools.cache

@@ -12,9 +12,11 @@ padding where there is room (`expand_rows_triton`) have kernels of their own, wh
 follow the moves. Other tilings with short runs go through scratch of several experts.
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     ROW_MAJOR,
     Conversion,
     Job,
+    Tiling,
 )
 from vllm.triton_utils import tl, triton
 
@@ -223,180 +226,135 @@ def plan_moves(source_cells: Sequence[int], cells: int) -> Moves:
 
 
 @dataclass(frozen=True)
-class InPlace:
-    """One in-place conversion, planned: cells of `cell_bytes`, moved in groups."""
+class Spec:
+    """What the launches for a tensor depend on, besides its contents and address."""
 
-    job: Job
-    moves: Moves
-    cell_bytes: int
-    cells: int
-    unit: int
-    saved_units: torch.Tensor  # where each saved cell goes, in units
+    conversion: Conversion
+    experts: int
+    strides: tuple[int, int]  # bytes from expert to expert and from row to row
+    out_expert: int  # bytes from expert to expert of the result; 0: in place
+    expands: bool
+    address: int  # the widest access, at most 16 bytes, that all addresses allow
+    device: torch.device
 
-    @property
-    def scratch_per_expert(self) -> int:
-        return self.moves.saved_cells.numel() * self.cell_bytes
+    def row_table(self) -> torch.Tensor:
+        """int32, the source row of each result row; -1 for padding."""
+        return self.conversion.table(
+            "source rows",
+            self.device,
+            lambda: self.conversion.rows.to(torch.int32).to(self.device),
+        )
+
+    def with_conversion(self, conversion: Conversion, **changes) -> "Spec":
+        return replace(self, conversion=conversion, **changes)
 
 
-def _plan_in_place(job: Job) -> InPlace:
-    conversion, source = job.conversion, job.source
+def spec_of(job: Job) -> Spec:
+    source, out = job.source, job.out
+    address = gcd(16, source.data_ptr(), 0 if out is None else out.data_ptr())
+    return Spec(
+        job.conversion,
+        source.shape[0],
+        (source.stride(0), source.stride(1)),
+        0 if out is None else out.stride(0),
+        job.expands,
+        address,
+        source.device,
+    )
+
+
+class Gather:
+    """Launches of `_gather_rows`."""
+
+    def __init__(
+        self,
+        from_rows: torch.Tensor,
+        to_bytes: torch.Tensor,
+        source_bytes: int,
+        row_bytes: int,
+        sizes: tuple[int, ...],
+        tiling: Tiling = ROW_MAJOR,
+        step: int = 0,
+        inner: int = 1,
+        fill: int = 0,
+    ):
+        """Rows of `source_bytes` become rows of `row_bytes` that begin at `to_bytes`.
+        `sizes` are strides and addresses in bytes, which accesses must divide."""
+        run = tiling.run if tiling.whole_runs else 1
+        sizes = (source_bytes, row_bytes, run, *sizes)
+        self.unit = unit = _unit(*sizes)
+        n_rows, width = from_rows.numel(), row_bytes // unit
+        columns = min(_pow2(width), 128)
+        rows = min(_pow2(n_rows), 4096 // columns)
+        self.grid = triton.cdiv(n_rows, rows), triton.cdiv(width, columns)
+        self.from_rows = from_rows
+        self.to_units = (to_bytes // unit).to(torch.int32).to(from_rows.device)
+        self.sizes = n_rows, source_bytes // unit, width
+        self.step = step // unit
+        self.constants: dict[str, Any] = dict(
+            FILL=fill * sum(256**i for i in range(unit)),
+            RUN=tiling.run // unit,
+            INNER=inner,
+            ALIGN=_align(unit, *sizes),
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+    def __call__(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """From uint8 [experts, rows, bytes] to uint8 [experts, bytes]."""
+        unit = self.unit
+        _gather_rows[(*self.grid, source.shape[0])](
+            _unit_view(source, unit),
+            _unit_view(out, unit),
+            self.from_rows,
+            self.to_units,
+            *self.sizes,
+            source.stride(0) // unit,
+            source.stride(1) // unit,
+            out.stride(0) // unit,
+            self.step,
+            **self.constants,
+        )
+
+
+def _gather(spec: Spec, out_expert: int) -> Gather:
+    conversion = spec.conversion
+    *_, step, inner = conversion.tiling.strides(*conversion.shape)
+    return Gather(
+        spec.row_table(),
+        conversion.tiling.row_starts(*conversion.shape),
+        conversion.source_shape[1],
+        conversion.shape[1],
+        (*spec.strides, out_expert, spec.address),
+        conversion.tiling,
+        step,
+        inner,
+        conversion.fill,
+    )
+
+
+def _moves(spec: Spec, cell_bytes: int, cells: int) -> Moves:
+    """`plan_moves` for the cells of a conversion, on the device."""
+    conversion = spec.conversion
     rows, row_bytes = conversion.shape
-    cell_bytes = conversion.tiling.run or row_bytes
-    strip = min(_pow2(cell_bytes), STRIP_BYTES)
-    n_cells = rows * row_bytes // cell_bytes
-    cells = min(_pow2(n_cells), GROUP_BYTES // strip)
-    unit = _unit(cell_bytes, source.stride(0), source.data_ptr())
 
     def build():
         runs = torch.arange(row_bytes // cell_bytes)
         step = conversion.tiling.strides(rows, row_bytes)[-2]
         starts = conversion.tiling.row_starts(rows, row_bytes)
         place = (starts[:, None] + runs * step) // cell_bytes
-        source_cells = torch.empty(n_cells, dtype=torch.int64)
+        source_cells = torch.empty(rows * runs.numel(), dtype=torch.int64)
         source_cells[place] = conversion.rows[:, None] * runs.numel() + runs
         moves = plan_moves(source_cells.tolist(), cells)
         return Moves(
-            moves.to_cells.to(source.device),
-            moves.from_cells.to(source.device),
-            moves.saved_cells.to(source.device),
+            moves.to_cells.to(spec.device),
+            moves.from_cells.to(spec.device),
+            moves.saved_cells.to(spec.device),
             moves.groups,
         )
 
-    moves = conversion.table("moves", source.device, build)
-
-    def saved_units():
-        number = torch.arange(moves.saved_cells.numel(), dtype=torch.int32)
-        return (number * (cell_bytes // unit)).to(source.device)
-
-    return InPlace(
-        job,
-        moves,
-        cell_bytes,
-        cells,
-        unit,
-        conversion.table(f"saved{unit}", source.device, saved_units),
-    )
-
-
-@dataclass(frozen=True)
-class GatherTable:
-    from_rows: torch.Tensor  # int32, source row of each result row, -1: padding
-    to_units: torch.Tensor  # int32, first unit of each result row
-    step: int  # units from one run of a row to the next
-    inner: int  # units from one unit of a run to the next
-
-
-def _gather_table(conversion: Conversion, unit: int, device: torch.device):
-    def build():
-        starts = conversion.tiling.row_starts(*conversion.shape)
-        *_, step, inner = conversion.tiling.strides(*conversion.shape)
-        return GatherTable(
-            _row_table(conversion, device),
-            (starts // unit).to(torch.int32).to(device),
-            step // unit,
-            inner,
-        )
-
-    return conversion.table(f"gather{unit}", device, build)
-
-
-@dataclass(frozen=True)
-class Gather:
-    """A launch of `_gather_rows`, ready but for the experts that it works on."""
-
-    source: torch.Tensor  # in units, [experts, rows, columns]
-    unit: int
-    table: GatherTable
-    source_bytes: int
-    row_bytes: int
-    align: int
-    run: int = 0
-    fill: int = 0
-
-    def __call__(self, experts: slice, out: torch.Tensor) -> None:
-        """Write these experts to `out`, uint8 [experts, bytes]."""
-        source, result = self.source[experts], _unit_view(out, self.unit)
-        n_rows, width = self.table.from_rows.numel(), self.row_bytes // self.unit
-        columns = min(_pow2(width), 128)
-        rows = min(_pow2(n_rows), 4096 // columns)
-        grid = (triton.cdiv(n_rows, rows), triton.cdiv(width, columns), len(source))
-        _gather_rows[grid](
-            source,
-            result,
-            self.table.from_rows,
-            self.table.to_units,
-            n_rows,
-            self.source_bytes // self.unit,
-            width,
-            source.stride(0),
-            source.stride(1),
-            result.stride(0),
-            self.table.step,
-            FILL=self.fill,
-            RUN=self.run,
-            INNER=self.table.inner,
-            ALIGN=self.align,
-            ROWS=rows,
-            COLUMNS=columns,
-            num_warps=4,
-        )
-
-
-def _plan_gather(job: Job, out_expert: int, out_address: int) -> Gather:
-    """A gather of the job's experts to an address, `out_expert` bytes for each."""
-    conversion, source = job.conversion, job.source
-    sizes = (
-        conversion.shape[1],
-        conversion.source_shape[1],
-        conversion.tiling.run if conversion.tiling.whole_runs else 1,
-        *source.stride()[:2],
-        out_expert,
-        source.data_ptr(),
-        out_address,
-    )
-    unit = _unit(*sizes)
-    return Gather(
-        _unit_view(source, unit),
-        unit,
-        _gather_table(conversion, unit, source.device),
-        conversion.source_shape[1],
-        conversion.shape[1],
-        align=_align(unit, *sizes),
-        run=conversion.tiling.run // unit,
-        fill=conversion.fill * sum(256**i for i in range(unit)),
-    )
-
-
-def _move(plan: InPlace, experts: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Convert some experts, uint8 [experts, rows, row_bytes], in place."""
-    moves, cell, unit = plan.moves, plan.cell_bytes, plan.unit
-    if not moves.groups:
-        return
-    n_experts, n_saved = experts.shape[0], moves.saved_cells.numel()
-    cells = experts[0].numel() // cell
-    flat = experts.as_strided((n_experts, cells, cell), (experts.stride(0), cell, 1))
-    align = _align(unit, cell, experts.stride(0), experts.data_ptr())
-    saved = scratch[: max(n_experts * n_saved * cell, unit)]
-    data = _unit_view(flat, unit)
-    if n_saved:
-        table = GatherTable(moves.saved_cells, plan.saved_units, 0, 1)
-        Gather(data, unit, table, cell, cell, align)(
-            slice(None), saved.view(n_experts, -1)
-        )
-    columns = min(_pow2(cell // unit), STRIP_BYTES // unit)
-    _move_cells[(moves.groups, triton.cdiv(cell // unit, columns), n_experts)](
-        data,
-        _unit_view(saved, unit),
-        moves.to_cells,
-        moves.from_cells,
-        cell // unit,
-        data.stride(0),
-        n_saved * (cell // unit),
-        ALIGN=align,
-        CELLS=plan.cells,
-        COLUMNS=columns,
-        num_warps=8,
-    )
+    return conversion.table("moves", spec.device, build)
 
 
 def can_expand(conversion: Conversion) -> bool:
@@ -407,179 +365,203 @@ def can_expand(conversion: Conversion) -> bool:
 
 
 class Work:
-    """What one tensor's conversion launches. Made before any byte is written."""
+    """What one tensor's conversion launches. Made before any byte is written, and kept
+    for the next tensor of the same spec."""
 
     scratch_bytes = 0
     flags = 0  # int32 zeros
 
-    def __call__(self, scratch: torch.Tensor, flags: torch.Tensor) -> None:
+    def __call__(self, job: Job, scratch: torch.Tensor, flags: torch.Tensor) -> None:
         raise NotImplementedError
 
 
 class GatherAll(Work):
     """Into a new tensor."""
 
-    def __init__(self, job: Job):
-        assert job.out is not None
-        self.out = job.out
-        self.gather = _plan_gather(job, job.out.stride(0), job.out.data_ptr())
+    def __init__(self, spec: Spec):
+        self.gather = _gather(spec, spec.out_expert)
 
-    def __call__(self, scratch, flags):
-        for first in range(0, len(self.out), MAX_EXPERTS):
+    def __call__(self, job, scratch, flags):
+        for first in range(0, job.source.shape[0], MAX_EXPERTS):
             experts = slice(first, first + MAX_EXPERTS)
-            self.gather(experts, self.out[experts])
+            self.gather(job.source[experts], job.out[experts])
 
 
 class TileBlocks(Work):
     """Blocks of rows into tiles, from one tensor into another or where they are."""
 
-    def __init__(self, source: torch.Tensor, conversion: Conversion, out: torch.Tensor):
-        row_bytes, source_bytes = conversion.shape[1], conversion.source_shape[1]
-        sizes = (
-            row_bytes,
-            source_bytes,
-            conversion.tiling.run if conversion.tiling.whole_runs else 1,
-            *source.stride()[:2],
-            out.stride(0),
-            source.data_ptr(),
-            out.data_ptr(),
-        )
-        unit = _unit(*sizes)
+    def __init__(self, spec: Spec):
+        conversion, strides = spec.conversion, spec.strides
+        source_bytes = conversion.source_shape[1]
+        run = conversion.tiling.run if conversion.tiling.whole_runs else 1
+        sizes = (source_bytes, *strides, spec.address)
+        self.unit = _unit(conversion.shape[1], run, spec.out_expert, *sizes)
         self.launch = block_tiling_triton.BlockTiling(
-            _unit_view(source, unit),
-            _unit_view(out, unit),
-            _row_table(conversion, source.device),
+            spec.row_table(),
             conversion,
-            unit,
-            source_bytes // unit,
-            _align(unit, source_bytes, *source.stride()[:2], source.data_ptr()),
+            spec.experts,
+            self.unit,
+            _align(self.unit, *sizes),
+            tuple(stride // self.unit for stride in strides),
+            (spec.out_expert or strides[0]) // self.unit,
         )
 
-    def __call__(self, scratch, flags):
-        self.launch()
+    def __call__(self, job, scratch, flags):
+        # What was padded before lies in the result already.
+        source = job.out if job.expands else job.source
+        out = job.source if job.out is None else job.out
+        self.launch(_unit_view(source, self.unit), _unit_view(out, self.unit))
 
 
 class MoveCells(Work):
     """Cells of a weight in place, by groups along the permutation's cycles."""
 
-    def __init__(self, job: Job, budget: int):
-        self.source = job.source
-        self.plan = _plan_in_place(job)
-        per_expert = self.plan.scratch_per_expert
-        self.at_once = _experts_at_once(job.source, per_expert, budget)
+    def __init__(self, spec: Spec, budget: int):
+        conversion = spec.conversion
+        rows, row_bytes = conversion.shape
+        self.cell = cell = conversion.tiling.run or row_bytes
+        self.unit = unit = _unit(cell, spec.strides[0], spec.address)
+        n_cells = rows * row_bytes // cell
+        cells = min(_pow2(n_cells), GROUP_BYTES // min(_pow2(cell), STRIP_BYTES))
+        self.moves = moves = _moves(spec, cell, cells)
+        self.saved = moves.saved_cells.numel()
+        per_expert = self.saved * cell
+        self.at_once = _experts_at_once(spec.experts, per_expert, budget)
         self.scratch_bytes = self.at_once * per_expert
+        sizes = cell, spec.strides[0], spec.address
+        self.copy_aside = None
+        if self.saved:
+            to_bytes = torch.arange(self.saved) * cell
+            self.copy_aside = Gather(moves.saved_cells, to_bytes, cell, cell, sizes)
+        columns = min(_pow2(cell // unit), STRIP_BYTES // unit)
+        self.grid = moves.groups, triton.cdiv(cell // unit, columns)
+        self.constants = dict(
+            ALIGN=_align(unit, *sizes), CELLS=cells, COLUMNS=columns, num_warps=8
+        )
 
-    def __call__(self, scratch, flags):
-        for experts in self.source.split(self.at_once):
-            _move(self.plan, experts, scratch)
+    def __call__(self, job, scratch, flags):
+        if not self.moves.groups:
+            return
+        source, cell = job.source, self.cell
+        for first in range(0, source.shape[0], self.at_once):
+            self._move(source[first : first + self.at_once], cell, scratch)
+
+    def _move(self, experts: torch.Tensor, cell: int, scratch: torch.Tensor) -> None:
+        n_experts, unit = experts.shape[0], self.unit
+        size = self.saved * cell
+        saved = scratch[: max(n_experts * size, 16)]
+        if self.copy_aside is not None:
+            shape = n_experts, experts.shape[1] * experts.shape[2] // cell, cell
+            cells = experts.as_strided(shape, (experts.stride(0), cell, 1))
+            self.copy_aside(cells, saved.view(n_experts, size))
+        _move_cells[(*self.grid, n_experts)](
+            _unit_view(experts, unit),
+            _unit_view(saved, unit),
+            self.moves.to_cells,
+            self.moves.from_cells,
+            cell // unit,
+            experts.stride(0) // unit,
+            size // unit,
+            **self.constants,
+        )
 
 
 class ThroughScratch(Work):
     """In place by way of scratch, some experts at a time."""
 
-    def __init__(self, job: Job, budget: int):
-        self.source = job.source
-        self.size = prod(job.conversion.shape)
-        self.at_once = _experts_at_once(job.source, self.size, budget)
+    def __init__(self, spec: Spec, budget: int):
+        self.size = prod(spec.conversion.shape)
+        self.at_once = _experts_at_once(spec.experts, self.size, budget)
         self.scratch_bytes = self.at_once * self.size
-        # Scratch begins at an address that any access is aligned to.
-        self.gather = _plan_gather(job, self.size, 0)
+        self.gather = _gather(spec, self.size)
 
-    def __call__(self, scratch, flags):
+    def __call__(self, job, scratch, flags):
         result = scratch[: self.scratch_bytes].view(self.at_once, self.size)
-        for first in range(0, len(self.source), self.at_once):
-            chunk = slice(first, first + self.at_once)
-            experts = self.source[chunk]
-            self.gather(chunk, result[: len(experts)])
+        for experts in job.source.split(self.at_once):
+            self.gather(experts, result[: len(experts)])
             experts.copy_(result[: len(experts)].view(experts.shape))
 
 
 class ExpandRows(Work):
     """Rows of all experts to the places that padding leaves them."""
 
-    def __init__(self, job: Job):
-        assert job.out is not None
-        conversion, memory = job.conversion, job.out.view(-1)
-        sizes = conversion.shape[1], conversion.source_shape[1], memory.data_ptr()
-        unit = _unit(*sizes)
+    def __init__(self, spec: Spec):
+        conversion = spec.conversion
+        row_bytes, source_bytes = conversion.shape[1], conversion.source_shape[1]
+        self.unit = _unit(row_bytes, source_bytes, spec.address)
         from_rows, to_rows = conversion.table(
-            "expand", memory.device, lambda: _expansion_tables(conversion, memory)
+            "expand", spec.device, lambda: _expansion_tables(conversion, spec.device)
         )
         self.launch = expand_rows_triton.Expansion(
-            _unit_view(memory, unit),
-            len(job.source),
+            spec.experts,
             from_rows,
             to_rows,
-            conversion.shape[1],
-            conversion.source_shape[1],
-            unit,
-            _align(unit, *sizes),
+            row_bytes,
+            source_bytes,
+            self.unit,
+            _align(self.unit, row_bytes, source_bytes, spec.address),
             conversion.fill,
         )
         self.flags = self.launch.flags
 
-    def __call__(self, scratch, flags):
-        self.launch(flags)
+    def __call__(self, job, scratch, flags):
+        self.launch(_unit_view(job.out, self.unit), flags)
 
 
-def _expansion_tables(conversion: Conversion, memory: torch.Tensor):
+def _expansion_tables(conversion: Conversion, device: torch.device):
     kept = conversion.rows >= 0
     from_rows = torch.where(kept, kept.cumsum(0) - 1, -1)
     tables = from_rows, kept.nonzero().flatten()
-    return tuple(table.to(torch.int32).to(memory.device) for table in tables)
+    return tuple(table.to(torch.int32).to(device) for table in tables)
 
 
-def _row_table(conversion: Conversion, device: torch.device) -> torch.Tensor:
-    return conversion.table(
-        "source rows", device, lambda: conversion.rows.to(torch.int32).to(device)
-    )
-
-
-def _experts_at_once(source: torch.Tensor, per_expert: int, budget: int) -> int:
-    experts = min(MAX_EXPERTS, len(source))
+def _experts_at_once(experts: int, per_expert: int, budget: int) -> int:
+    experts = min(MAX_EXPERTS, experts)
     return min(experts, max(1, budget // per_expert)) if per_expert else experts
 
 
-def plan(job: Job, budget: int) -> list[Work]:
+def plan(spec: Spec, budget: int) -> list[Work]:
     """The launches that convert one tensor, in order."""
-    conversion, source = job.conversion, job.source
-    tiling = conversion.tiling
+    conversion, tiling = spec.conversion, spec.conversion.tiling
     blocks = block_tiling_triton.fits(conversion)
-    if job.out is not None and not job.expands:
-        if blocks:
-            return [TileBlocks(source, conversion, job.out)]
-        return [GatherAll(job)]
-    order = conversion.row_order
-    moves = [] if order.is_identity else [MoveCells(Job(source, order), budget)]
-    if job.expands:
-        assert job.out is not None
-        work = [*moves, ExpandRows(job)]
-        if tiling is not ROW_MAJOR:
-            rows, row_bytes = conversion.shape
-            tiles = conversion.tiles_alone
-            work.append(TileBlocks(job.out.view(-1, rows, row_bytes), tiles, job.out))
-        return work
-    if blocks:
-        if block_tiling_triton.stays_in_blocks(conversion):
-            moves, tiles = [], conversion
-        else:
-            tiles = conversion.tiles_alone
-        out = source.view(len(source), -1)
-        return [*moves, TileBlocks(source, tiles, out)]
-    if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
-        return [ThroughScratch(job, budget)]
-    return [MoveCells(job, budget)]
+    if spec.out_expert and not spec.expands:
+        return [TileBlocks(spec) if blocks else GatherAll(spec)]
+    if not blocks and not spec.expands:
+        if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
+            return [ThroughScratch(spec, budget)]
+        return [MoveCells(spec, budget)]
+    work: list[Work] = []
+    order, tiles = conversion.row_order, conversion.tiles_alone
+    if not spec.expands and block_tiling_triton.stays_in_blocks(conversion):
+        tiles = conversion
+    elif not order.is_identity:
+        work.append(MoveCells(spec.with_conversion(order), budget))
+    if spec.expands:
+        work.append(ExpandRows(spec))
+    if tiling is not ROW_MAJOR:
+        strides = spec.strides
+        if spec.expands:
+            strides = prod(conversion.shape), conversion.shape[1]
+        work.append(TileBlocks(spec.with_conversion(tiles, strides=strides)))
+    return work
 
 
 def run(jobs: Sequence[Job], budget: int) -> None:
     """Convert these tensors, all on one device; scratch is at most `budget`
     bytes, or what one expert needs."""
-    work = [launch for job in jobs for launch in plan(job, budget)]
     device = jobs[0].source.device
-    need = max(16, *(launch.scratch_bytes for launch in work))
+    work: list[tuple[Job, Work]] = []
+    for job in jobs:
+        spec = spec_of(job)
+        found = job.conversion.table(
+            ("plan", spec, budget), device, functools.partial(plan, spec, budget)
+        )
+        work += [(job, launch) for launch in found]
+    need = max([16, *(launch.scratch_bytes for _, launch in work)])
     scratch = torch.empty(need, dtype=torch.uint8, device=device)
-    flags = torch.zeros(sum(w.flags for w in work), dtype=torch.int32, device=device)
+    total = sum(launch.flags for _, launch in work)
+    flags = torch.zeros(total, dtype=torch.int32, device=device) if total else scratch
     used = 0
-    for launch in work:
-        launch(scratch, flags[used : used + launch.flags])
+    for job, launch in work:
+        launch(job, scratch, flags[used : used + launch.flags])
         used += launch.flags
