@@ -15,6 +15,7 @@ KERNELS = (
     "expand_rows_triton",
     "weight_permutation_triton",
     "mxfp4_layouts_triton",
+    "marlin_in_place_triton",
 )
 
 

@@ -92,3 +92,80 @@ def test_a_repack_that_fails_at_once_changes_nothing():
     with pytest.raises(torch.OutOfMemoryError):
         marlin_in_place.repack_experts(parameter, no_memory)
     assert torch.all(parameter == 1)
+
+
+def marlin_reference(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """By vllm's own description of the layout, of packed bytes [outputs, bytes]."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_test
+
+    values = weight.to(torch.int32)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
+    size_n, size_k = values.shape
+    perm = marlin_utils_test.get_weight_perm(bits)
+    return marlin_utils_test.marlin_weights(
+        values.T.contiguous(), size_k, size_n, bits, perm
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size_n, size_k", [(64, 16), (192, 64), (1088, 32)])
+def test_interpreted_repack(interpreted, bits, size_n, size_k):
+    weight = torch.randint(0, 256, (2, size_n, size_k * bits // 8), dtype=torch.uint8)
+    out = torch.empty((2, size_k // 16, size_n * bits // 2), dtype=torch.int32)
+    interpreted.marlin_in_place_triton.repack(weight, out, bits)
+    for expert, result in zip(weight, out, strict=True):
+        assert torch.equal(result, marlin_reference(expert, bits))
+
+
+@pytest.mark.parametrize("parameter", [True, False])
+@pytest.mark.parametrize("bad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
+def test_interpreted_scales(interpreted, monkeypatch, dtype, bad, parameter):
+    """As by torch, also with negative scales and with what is no number."""
+    from vllm.model_executor.layers.quantization import utils
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    scales = torch.randint(0, 256 if bad else 127, (3, 128, 10), dtype=torch.uint8)
+    scales = scales.view(torch.float8_e4m3fn)
+    if parameter:
+        scales = torch.nn.Parameter(scales, requires_grad=False)
+    factor = marlin_utils_fp4._nvfp4_compute_scale_factor
+
+    def convert(given):
+        found = factor(marlin_in_place.largest_scales(given, dtype), dtype)
+        sizes = dict(size_k=160, size_n=128, is_a_8bit=False)
+        result = marlin_in_place.process_nvfp4_scales(given, dtype, found, **sizes)
+        return found, result.view(torch.uint8)
+
+    expected = convert(scales.clone())
+    monkeypatch.setattr(marlin_in_place, "use_triton", lambda _: True)
+    monkeypatch.setattr(
+        utils,
+        "marlin_in_place_triton",
+        interpreted.marlin_in_place_triton,
+        raising=False,
+    )
+    result = convert(scales)
+    assert result[0] == expected[0]
+    assert torch.equal(result[1], expected[1])
+    assert (result[1].data_ptr() == scales.data_ptr()) is parameter
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_repack_on_gpu(bits):
+    """As by Marlin's own kernel."""
+    from vllm import _custom_ops as ops
+
+    weight = torch.randint(0, 256, (3, 1536, 2048), dtype=torch.uint8, device="cuda")
+    size_n, size_k = 1536, 2048 * 8 // bits
+    result = marlin_in_place.repack_by_triton(weight, size_n, size_k, bits)
+    for expert, words in zip(weight, result, strict=True):
+        packed = expert.view(torch.int32).T.contiguous()
+        assert torch.equal(
+            words,
+            ops.gptq_marlin_repack(
+                b_q_weight=packed, size_k=size_k, size_n=size_n, num_bits=bits
+            ),
+        )

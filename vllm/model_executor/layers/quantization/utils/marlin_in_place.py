@@ -2,9 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Marlin repacks of expert weights in the storage of the layer's parameter."""
 
+import functools
 from collections.abc import Callable
 
 import torch
+
+from vllm.model_executor.layers.quantization.utils.weight_permutation import use_triton
+
+SCRATCH_PARTS = 64  # of a tensor, one may be the scratch of its conversion
+PERMUTED_EXPERTS = 8  # whose FP8 scales are permuted at a time
+SCAN_PARTS = 16  # of the scales, one is looked at at a time
 
 
 def repack_experts(
@@ -43,6 +50,54 @@ def repack_experts(
     return out
 
 
+def convert_together(
+    weight: torch.Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    convert: Callable[[torch.Tensor, torch.Tensor], None],
+) -> torch.Tensor:
+    """As `repack_experts`, for a conversion of several experts at once that keeps
+    their size.
+
+    Args:
+        weight: [experts, rows, columns]; overwritten if it is a contiguous parameter.
+        shape, dtype: of an expert of the result.
+        convert: from uint8 [experts, rows, bytes] to the same of the result, in other
+            memory.
+    """
+    experts, source = weight.shape[0], weight.data.view(torch.uint8)
+    if not (isinstance(weight, torch.nn.Parameter) and weight.is_contiguous()):
+        out = torch.empty((experts, *shape), dtype=dtype, device=weight.device)
+        convert(source, out)
+        return out
+    result = source.view(experts, -1).view(dtype).view(experts, *shape)
+    at_once = max(1, experts // SCRATCH_PARTS)
+    scratch = torch.empty((at_once, *shape), dtype=dtype, device=weight.device)
+    for part, place in zip(source.split(at_once), result.split(at_once), strict=True):
+        convert(part, scratch[: len(part)])
+        place.copy_(scratch[: len(part)])
+    return result
+
+
+def repack_by_triton(
+    weight: torch.Tensor, size_n: int, size_k: int, bits: int
+) -> torch.Tensor | None:
+    """Marlin's weights int32 [experts, size_k / 16, size_n * bits / 2] of packed bytes
+    [experts, size_n, size_k * bits / 8], or None where Marlin's own kernel has to do
+    it, or to refuse it."""
+    shape = (size_n, size_k * bits // 8)
+    fits = weight.dim() == 3 and size_n % 64 == 0 and size_k % 16 == 0
+    if not fits or weight.element_size() != 1 or tuple(weight.shape[1:]) != shape:
+        return None
+    if not weight.shape[0] or not use_triton(weight) or not weight[0].is_contiguous():
+        return None
+    from vllm.model_executor.layers.quantization.utils import marlin_in_place_triton
+
+    convert = functools.partial(marlin_in_place_triton.repack, bits=bits)
+    words = size_n * bits // 2
+    return convert_together(weight, (size_k // 16, words), torch.int32, convert)
+
+
 def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
     """`repack_experts` of FP8 weights [experts, output size, input size]."""
     from vllm import _custom_ops as ops
@@ -51,6 +106,9 @@ def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
     )
 
     size_n, size_k = weight.shape[1:]
+    result = repack_by_triton(weight, size_n, size_k, bits=8)
+    if result is not None:
+        return result
 
     def repack(expert: torch.Tensor) -> torch.Tensor:
         words = pack_fp8_to_int32(expert, size_k_first=False)
@@ -61,18 +119,80 @@ def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
     return repack_experts(weight, repack)
 
 
+def permute_scales_of_experts(
+    scales: torch.Tensor, permute: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A permuted copy of scales [experts, groups, outputs].
+
+    Args:
+        permute: what permutes the outputs of [groups, outputs], of one expert or of
+            several.
+    """
+    out = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
+    for part, place in zip(
+        scales.split(PERMUTED_EXPERTS), out.split(PERMUTED_EXPERTS), strict=True
+    ):
+        place.copy_(permute(part.reshape(-1, part.shape[2])).view(place.shape))
+    return out
+
+
+def scales_by_triton(scales: torch.Tensor, size_k: int, size_n: int) -> bool:
+    """Whether NVFP4 scales [experts, size_n, size_k / 16] are processed by Triton."""
+    if tuple(scales.shape[1:]) != (size_n, size_k // 16) or not scales.numel():
+        return False
+    fits = size_n % 64 == 0 and size_k > 16 and scales.is_contiguous()
+    return fits and scales.dtype == torch.float8_e4m3fn and use_triton(scales)
+
+
+def scan_scales(scales: torch.Tensor) -> tuple[int, bool]:
+    """Of float8_e4m3fn scales: the largest positive number as a byte, or 0, and whether
+    one is negative or no number."""
+    found = []
+    for part in scales.data.view(torch.uint8).chunk(SCAN_PARTS):
+        bad = (part == 127) | (part > 128)
+        found.append(torch.where(part < 127, part, 0).amax())
+        found.append(bad.any().to(torch.uint8))
+    values = torch.stack(found).tolist()
+    return max(values[::2]), any(values[1::2])
+
+
 def largest_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Each expert's largest positive scale, or 0: [experts], as `dtype`.
+    """Each expert's largest positive scale, or 0, or the largest of all experts, as
+    `dtype`.
 
     They have the scale factor of all scales, which `_nvfp4_compute_scale_factor`
     takes from the largest.
     """
+    rows, groups = scales.shape[1:]
+    if scales_by_triton(scales, 16 * groups, rows):
+        byte, _ = scan_scales(scales)
+        number = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return number.to(dtype)
     largest = scales.new_zeros(len(scales), dtype=dtype)
     for expert, values in enumerate(scales.data):
         positive = values.to(dtype)
         if positive.numel():
             largest[expert] = torch.where(positive > 0, positive, 0).max()
     return largest
+
+
+def scale_table(
+    process: Callable[[torch.Tensor], torch.Tensor], all_bytes: bool
+) -> torch.Tensor:
+    """What Marlin's scale is of each byte of a float8_e4m3fn: uint8 [256], on the CPU.
+
+    Args:
+        process: from [1, scales] to [1, scales], which swaps the middle two of each
+            four.
+        all_bytes: also of negative scales and what is no number, about which
+            `process` warns.
+    """
+    bytes_ = torch.arange(256, dtype=torch.int32)
+    if not all_bytes:
+        bytes_[(bytes_ == 127) | (bytes_ > 128)] = 0
+    numbers = bytes_.to(torch.uint8).view(torch.float8_e4m3fn)
+    swapped = process(numbers.view(1, 256)).view(torch.uint8).view(64, 4)
+    return swapped[:, [0, 2, 1, 3]].reshape(256)
 
 
 def process_nvfp4_scales(
@@ -83,7 +203,7 @@ def process_nvfp4_scales(
     size_n: int,
     is_a_8bit: bool,
 ) -> torch.Tensor:
-    """NVFP4 block scales for Marlin, by `repack_experts`.
+    """NVFP4 block scales for Marlin.
 
     Args:
         scales: float8_e4m3fn [experts, size_n, size_k / 16]; overwritten if it is a
@@ -102,6 +222,29 @@ def process_nvfp4_scales(
     from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
         nvfp4_marlin_process_scales,
     )
+
+    if not is_a_8bit and scales_by_triton(scales, size_k, size_n):
+        from vllm.model_executor.layers.quantization.utils import (
+            marlin_in_place_triton,
+        )
+
+        _, bad = scan_scales(scales)
+        with torch.device("cpu"):
+            table = scale_table(
+                lambda numbers: nvfp4_marlin_process_scales(
+                    numbers.to(dtype), scale_factor, dtype
+                )[0],
+                bad,
+            ).to(scales.device)
+        shape = (size_k // 16, size_n)
+        return convert_together(
+            scales,
+            shape,
+            torch.float8_e4m3fn,
+            lambda part, out: marlin_in_place_triton.map_scales(
+                part, out.view(torch.uint8), table
+            ),
+        )
 
     def process(expert: torch.Tensor) -> torch.Tensor:
         permuted = marlin_permute_scales(

@@ -6,6 +6,7 @@ import torch
 
 import vllm._custom_ops as ops
 from vllm.model_executor.layers.quantization.utils.marlin_in_place import (
+    repack_by_triton,
     repack_experts,
 )
 
@@ -29,6 +30,9 @@ def _repack_marlin_experts(
         int32 [experts, size_k / 16, 2 * size_n].
 
     """
+    result = None if is_a_8bit else repack_by_triton(weight, size_n, size_k, bits=4)
+    if result is not None:
+        return result
 
     def repack(expert: torch.Tensor) -> torch.Tensor:
         words = expert.view(torch.int32).T.contiguous()
