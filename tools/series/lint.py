@@ -29,10 +29,10 @@ HOOKS = (
     "check_boolean_context_manager",
     "check_forbidden_imports",
     "check_init_lazy_imports",
-    "check_spdx_header",
     "check_torch_cuda",
     "check_trust_remote_code",
     "validate_config",
+    "check_spdx_header",  # the last, because it writes the headers
 )
 _SETTINGS = ("pyproject.toml", ".clang-format", "tools/pre_commit/")
 _ALONE = "no_site_packages = true"
@@ -95,7 +95,6 @@ class _Checks:
         found = [line for check in python if self.python for line in check()]
         if self.cpp:
             found += self._clang_format()
-        # Last, because the one for SPDX headers writes them.
         for hook in HOOKS if self.python else ():
             found += self._hook(hook)
         return found

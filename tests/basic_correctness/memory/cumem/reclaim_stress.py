@@ -89,7 +89,7 @@ def reclaim_against_other_threads(allocator: CuMemAllocator) -> None:
         assert all(holds(tensor, 100 + number) for tensor in tensors)
 
     def read_statistics(number: int) -> None:
-        torch.cuda.memory_stats()
+        torch.accelerator.memory_stats()
         allocator.memory_by_tag()
         allocator._table.segments()
         time.sleep(0.0005)

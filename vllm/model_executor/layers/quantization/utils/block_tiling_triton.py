@@ -105,6 +105,7 @@ class BlockTiling:
         align: units of an access.
         strides: units from expert to expert and from row to row of the source.
         out_expert: units from expert to expert of the result.
+
     """
 
     def __init__(

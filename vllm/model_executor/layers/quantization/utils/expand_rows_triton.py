@@ -87,6 +87,7 @@ class Expansion:
         unit: bytes of the elements that the tensor is given in.
         align: units of an access.
         fill: value of padding bytes.
+
     """
 
     def __init__(

@@ -210,11 +210,13 @@ def process_nvfp4_scales(
             contiguous parameter.
         dtype: of the activations.
         scale_factor: common to all experts.
-        size_k, size_n: input and output size.
+        size_k: input size.
+        size_n: output size.
         is_a_8bit: activations have eight bits.
 
     Returns:
         float8_e4m3fn [experts, size_k / 16, size_n].
+
     """
     from vllm.model_executor.layers.quantization.utils.marlin_utils import (
         marlin_permute_scales,
