@@ -9,7 +9,8 @@ import torch
 
 from vllm.model_executor.layers.quantization.utils.weight_permutation import use_triton
 
-SCRATCH_PARTS = 64  # of a tensor, one may be the scratch of its conversion
+# How many parts of a tensor take turns in scratch, at most 2 % of a layer.
+WEIGHT_PARTS, SCALE_PARTS = 40, 4
 PERMUTED_EXPERTS = 8  # whose FP8 scales are permuted at a time
 SCAN_PARTS = 16  # of the scales, one is looked at at a time
 
@@ -55,6 +56,7 @@ def convert_together(
     shape: tuple[int, int],
     dtype: torch.dtype,
     convert: Callable[[torch.Tensor, torch.Tensor], None],
+    parts: int,
 ) -> torch.Tensor:
     """As `repack_experts`, for a conversion of several experts at once that keeps
     their size.
@@ -64,6 +66,7 @@ def convert_together(
         shape, dtype: of an expert of the result.
         convert: from uint8 [experts, rows, bytes] to the same of the result, in other
             memory.
+        parts: how many parts of the tensor are converted one after another.
     """
     experts, source = weight.shape[0], weight.data.view(torch.uint8)
     if not (isinstance(weight, torch.nn.Parameter) and weight.is_contiguous()):
@@ -71,7 +74,7 @@ def convert_together(
         convert(source, out)
         return out
     result = source.view(experts, -1).view(dtype).view(experts, *shape)
-    at_once = max(1, experts // SCRATCH_PARTS)
+    at_once = max(1, experts // parts)
     scratch = torch.empty((at_once, *shape), dtype=dtype, device=weight.device)
     for part, place in zip(source.split(at_once), result.split(at_once), strict=True):
         convert(part, scratch[: len(part)])
@@ -95,7 +98,8 @@ def repack_by_triton(
 
     convert = functools.partial(marlin_in_place_triton.repack, bits=bits)
     words = size_n * bits // 2
-    return convert_together(weight, (size_k // 16, words), torch.int32, convert)
+    shape = (size_k // 16, words)
+    return convert_together(weight, shape, torch.int32, convert, WEIGHT_PARTS)
 
 
 def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
@@ -246,6 +250,7 @@ def process_nvfp4_scales(
             lambda part, out: marlin_in_place_triton.map_scales(
                 part, out.view(torch.uint8), table
             ),
+            SCALE_PARTS,
         )
 
     def process(expert: torch.Tensor) -> torch.Tensor:
