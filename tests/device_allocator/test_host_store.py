@@ -272,3 +272,18 @@ def test_failed_preparation_is_only_logged(driver, warnings):
     store.wait_until_prepared()
     assert any("Could not prepare" in text for text in warnings)
     cycle(store, [MIB])
+
+
+def test_a_thread_that_does_not_start_loses_no_locked_memory(driver, monkeypatch):
+    """What is locked and unmapped could never be locked again."""
+    store = HostStore(driver)
+    with store.reserve([MIB]) as memory:
+        store.give(memory.take(MIB))
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(host_store.ThreadPoolExecutor, "submit", refuse)
+    with pytest.raises(RuntimeError, match="thread"), store.reserve([MIB, 2 * MIB]):
+        pass
+    assert store.free_bytes == MIB == sum(driver.locked.values())

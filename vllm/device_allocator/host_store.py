@@ -120,13 +120,13 @@ class Reservation:
         missing = store._claim(sizes, self._pieces)
         try:
             pieces = [map_piece(size) for size in missing]
-        except RuntimeError:
+            for piece in pieces:
+                self._pieces.setdefault(piece.size, deque()).append(piece)
+            store._choose_what_to_register(pieces)
+            self._touch([p for p in pieces if p.will_register], max_threads)
+        except BaseException:
             self.close()
             raise
-        for piece in pieces:
-            self._pieces.setdefault(piece.size, deque()).append(piece)
-        store._choose_what_to_register(pieces)
-        self._touch([piece for piece in pieces if piece.will_register], max_threads)
 
     def _touch(self, pieces: list[HostPiece], max_threads: int) -> None:
         slices = [(p, start) for p in pieces for start in range(0, p.size, SLICE_BYTES)]

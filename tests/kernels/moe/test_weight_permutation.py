@@ -198,6 +198,16 @@ def test_only_a_reserved_storage_has_room():
     assert torch.equal(base, torch.arange(64, dtype=torch.uint8))
 
 
+def test_the_room_belongs_to_the_whole_parameter():
+    """A part of it would be padded over what follows."""
+    parameter = torch.nn.Parameter(torch.empty((4, 2, 4), dtype=torch.uint8), False)
+    reserve(parameter, 64)
+    parameter.data.copy_(random_weight(4, 2, 4))
+    rest = parameter[2:].clone()
+    core.convert_((parameter[:2], core.Conversion([0, 1, -1, -1], (2, 4))))
+    assert torch.equal(parameter[2:], rest)
+
+
 def test_reserving_changes_nothing_but_the_storage():
     parameter = torch.nn.Parameter(
         torch.empty((2, 3, 4), dtype=torch.bfloat16), requires_grad=False

@@ -42,8 +42,9 @@ class Answers:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             answer = queue.dequeue(timeout=timeout)
-            self._owed[queue] -= 1
-            if self._owed[queue] == 0:
+            owed = self._owed.pop(queue) - 1
+            if owed == 0:
                 return answer
+            self._owed[queue] = owed
             if deadline is not None:
                 timeout = max(0.0, deadline - time.monotonic())

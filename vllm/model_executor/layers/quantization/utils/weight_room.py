@@ -13,7 +13,10 @@ import weakref
 
 import torch
 
-_reserved: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+# The bytes at the front that are the parameter's.
+_reserved: "weakref.WeakKeyDictionary[torch.UntypedStorage, int]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def reserve(parameter: torch.nn.Parameter, size: int) -> None:
@@ -27,14 +30,16 @@ def reserve(parameter: torch.nn.Parameter, size: int) -> None:
     moved = memory[:needed].view(data.dtype).view(data.shape)
     moved.copy_(data)
     parameter.data = moved
-    _reserved.add(memory.untyped_storage())
+    _reserved[memory.untyped_storage()] = needed
 
 
 def room_for(weight: torch.Tensor, size: int) -> torch.Tensor | None:
     """The first `size` bytes of the weight's storage, uint8, or None where the weight
-    is not alone at the front of a storage with room for them."""
+    is not alone at the front of a storage with room for them: a part of a parameter
+    has no room, nor has one that was padded."""
     storage = weight.data.untyped_storage()
-    if storage not in _reserved or storage.nbytes() < size:
+    used = weight.numel() * weight.element_size()
+    if _reserved.get(storage) != used or storage.nbytes() < size:
         return None
     if weight.storage_offset() or not weight.is_contiguous():
         return None
