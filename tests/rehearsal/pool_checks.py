@@ -334,6 +334,25 @@ def a_capture_after_a_load_finds_nothing_to_free() -> None:
     graph.replay()
 
 
+def tables_of_conversions_lie_outside_the_pool() -> None:
+    """They are kept for later loads, and a level 2 sleep loses what the pool holds."""
+    from vllm.model_executor.layers.quantization.utils.weight_permutation import (
+        Conversion,
+    )
+
+    allocator = start()
+    with allocator.use_memory_pool("weights"):
+        weight = block(MIB)
+        device = weight.device
+        tables = Conversion([3, -1, 0, 1, 2], (4, 128)).row_index(device)
+    segments = allocator._table.segments()
+    for tensor, inside in ((weight, True), *((table, False) for table in tables)):
+        found = any(
+            s.address <= tensor.data_ptr() < s.address + s.size for s in segments
+        )
+        assert found is inside
+
+
 # Threads.
 
 

@@ -15,6 +15,7 @@ CHECKS = [
     "a_weight_deleted_while_asleep_is_unmapped_once",
     "a_thread_without_a_pool_is_left_alone",
     "expandable_segments_are_off_in_a_pool_only",
+    "tables_of_conversions_lie_outside_the_pool",
     "capture_is_left_alone",
     "a_scope_that_ends_in_a_capture_is_drained_after_it",
     "a_capture_after_a_load_finds_nothing_to_free",

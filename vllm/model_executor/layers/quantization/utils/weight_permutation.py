@@ -15,6 +15,7 @@ by plain torch operators, one expert at a time.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -167,10 +168,16 @@ class Conversion:
     def table(
         self, key: Hashable, device: torch.device, build: Callable[[], Any]
     ) -> Any:
-        """Index tables and plans of an executor, made once per device and kept."""
+        """Index tables and plans of an executor, made once per device and kept.
+
+        They are made on another thread, because memory pools route one thread: sleep
+        mode drops what a load allocates in its pool, and these outlive the load.
+        """
         found = self._tables.get((key, device))
         if found is None:
-            found = self._tables[key, device] = build()
+            with ThreadPoolExecutor(max_workers=1) as outside_pools:
+                found = outside_pools.submit(build).result()
+            self._tables[key, device] = found
         return found
 
     @functools.cached_property
