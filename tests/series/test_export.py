@@ -119,6 +119,16 @@ def test_one_patch_alone_applies_to_the_base(
     assert "one()" not in (tmp_path / "out" / row["file"]).read_text()
 
 
+def test_a_relative_folder_is_below_the_current_one(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(two, Path("build/mails")) == 0
+    written = {path.name for path in (tmp_path / "build/mails").iterdir()}
+    assert {"index.json", "cover.md"} < written
+    assert [path.name for path in (tmp_path / "build").iterdir()] == ["mails"]
+
+
 def refused(world: Any, out: Path, capsys: Any) -> str:
     before = sorted(out.parent.rglob("*"))
     assert run(world, out) == 1

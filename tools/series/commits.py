@@ -101,7 +101,9 @@ class Commits:
         """``git format-patch`` of all commits but the base's into ``out``."""
         first = self._git("rev-list", "--max-parents=0", "HEAD").strip()
         options = ("--no-signature", "--no-renames", "--full-index")
-        told = self._git("format-patch", *options, "-o", str(out), f"{first}..HEAD")
+        # git runs in this repository's own folder.
+        into = str(out.absolute())
+        told = self._git("format-patch", *options, "-o", into, f"{first}..HEAD")
         return [Path(line) for line in told.splitlines()]
 
     def applies(self, mails: Sequence[Path]) -> bool:
