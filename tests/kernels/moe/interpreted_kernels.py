@@ -20,7 +20,8 @@ KERNELS = (
 
 @contextlib.contextmanager
 def interpreted_kernels(*more: str) -> Iterator[SimpleNamespace]:
-    """The modules of `KERNELS`, and `more` of them, by name, their kernels run by Triton's interpreter.
+    """The modules of `KERNELS`, and `more` of them, by name, their kernels run by
+    Triton's interpreter.
 
     They are imported anew, and the ones that were imported before are put back.
     """
