@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -254,10 +254,10 @@ class HostStore:
                     taken.append(reservation.take(size))
             finally:
                 reservation.close()
+                for piece in taken:
+                    self.give(piece)
         except RuntimeError as error:
             logger.warning("Could not prepare host memory for sleep: %s", error)
-        for piece in taken:
-            self.give(piece)
 
     def wait_until_prepared(self) -> None:
         """Block until `prepare` has done its work."""
@@ -280,22 +280,17 @@ class HostStore:
 
     def _claim(self, sizes: list[int], into: dict[int, deque[HostPiece]]) -> list[int]:
         """Move fitting pieces to ``into``; the sizes without one, in their order."""
-        wanted = Counter(sizes)
         missing = []
         for size in sizes:
             if kept := self._free.get(size):
                 into.setdefault(size, deque()).append(kept.pop())
-                wanted[size] -= 1
-        # Kept pieces are taken first, so the missing ones are the last of their size.
-        for size in reversed(sizes):
-            if wanted[size]:
-                wanted[size] -= 1
+            else:
                 missing.append(size)
         if missing:
             unfit, self._free = self._free, {}
             for piece in [p for kept in unfit.values() for p in kept]:
                 self._release(piece)
-        return missing[::-1]
+        return missing
 
     def _choose_what_to_register(self, pieces: list[HostPiece]) -> None:
         if self._runtime is None or not pieces:

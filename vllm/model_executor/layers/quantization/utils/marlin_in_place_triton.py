@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernels of `marlin_in_place`: many experts in a launch.
 
 Marlin's weights are tiles of 16 inputs (k) by 64 outputs (n). The thread 4 * c + t of
@@ -7,8 +8,8 @@ groups of eight.
 """
 
 import torch
-import triton
-import triton.language as tl
+
+from vllm.triton_utils import tl, triton
 
 WORDS = 1024  # of the result, in one program
 
