@@ -274,6 +274,7 @@ def serve(device: str, flashinfer_interleave: bool) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     import vllm
+    import vllm.model_executor.layers.fused_moe  # what takes most of the first case
 
     worker = Worker(device, flashinfer_interleave)
     print(json.dumps(vllm.__file__), file=answers, flush=True)

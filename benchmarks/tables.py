@@ -58,13 +58,22 @@ def split_policies() -> str:
 
 def sleep_speed() -> str:
     """The allocator's calls, in GB/s; later ones also as a share of pinned copies."""
-    head = ("GiB", "build", "first sleep", "later sleeps", "wakes", "of pinned copies")
+    head = (
+        "GiB",
+        "build",
+        "host",
+        "first sleep",
+        "later sleeps",
+        "wakes",
+        "of pinned copies",
+    )
     return table(
         head,
         (
             (
                 f"{row['gib']:g}",
                 row["build"],
+                row["host"],
                 row["first_sleep_gb_s"],
                 row["sleep_gb_s"],
                 row["wake_gb_s"],

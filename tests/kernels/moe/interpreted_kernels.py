@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernels of the weight conversions, run on the CPU."""
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +16,20 @@ KERNELS = (
     "block_tiling_triton",
     "expand_rows_triton",
     "weight_permutation_triton",
-    "mxfp4_layouts_triton",
-    "marlin_in_place_triton",
 )
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """The modules of `KERNELS` by name, their kernels run by Triton's interpreter.
+@contextlib.contextmanager
+def interpreted_kernels(*more: str) -> Iterator[SimpleNamespace]:
+    """The modules of `KERNELS`, and `more` of them, by name, their kernels run by
+    Triton's interpreter.
 
     They are imported anew, and the ones that were imported before are put back.
     """
     triton = pytest.importorskip("triton")
     package = importlib.import_module(UTILS)
-    names = [f"{UTILS}.{name}" for name in KERNELS]
+    kernels = (*KERNELS, *more)
+    names = [f"{UTILS}.{name}" for name in kernels]
     saved = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -35,10 +37,10 @@ def interpreted():
         patch.setattr("vllm.triton_utils.triton", triton)
         patch.setattr("vllm.triton_utils.tl", triton.language)
         modules = [importlib.import_module(name) for name in names]
-        for name, short in zip(names, KERNELS, strict=True):
+        for name, short in zip(names, kernels, strict=True):
             sys.modules.pop(name)
             delattr(package, short)
             if name in saved:
                 sys.modules[name] = saved[name]
                 setattr(package, short, saved[name])
-        yield SimpleNamespace(**dict(zip(KERNELS, modules, strict=True)))
+        yield SimpleNamespace(**dict(zip(kernels, modules, strict=True)))

@@ -7,10 +7,17 @@ import torch
 
 from tests.kernels.moe.conversion_cases import FORMATS, Inputs
 from tests.kernels.moe.conversion_oracle import check_case
+from tests.kernels.moe.interpreted_kernels import interpreted_kernels
 from vllm.model_executor.layers.quantization.utils import marlin_in_place
 
 SMALL = dict(experts=3, hidden=256, intermediate=128, gated=True)
 FORMAT_NAMES = ("marlin_nvfp4", "marlin_fp8", "marlin_mxfp8")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreted_kernels("marlin_in_place_triton") as modules:
+        yield modules
 
 
 @pytest.mark.parametrize("view", [None, "gap"])

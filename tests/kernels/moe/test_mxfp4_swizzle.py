@@ -9,11 +9,18 @@ from hypothesis import strategies as st
 
 from tests.kernels.moe.conversion_cases import FORMATS, Inputs, model_case
 from tests.kernels.moe.conversion_oracle import check_case
+from tests.kernels.moe.interpreted_kernels import interpreted_kernels
 from vllm.model_executor.layers.quantization.utils import mxfp4_layouts
 
 pytest_plugins = ["tests.kernels.moe.interpreted_kernels"]
 
 SMALL = dict(format="mxfp4_swizzle", experts=3, hidden=128, intermediate=64, gated=True)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreted_kernels("mxfp4_layouts_triton") as modules:
+        yield modules
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4, 8))

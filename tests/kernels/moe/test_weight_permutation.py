@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.moe.interpreted_kernels import interpreted_kernels
 from vllm.model_executor.layers.quantization.utils import weight_permutation as core
 from vllm.model_executor.layers.quantization.utils.weight_room import reserve, room_for
 
@@ -17,6 +18,12 @@ pytest_plugins = ["tests.kernels.moe.interpreted_kernels"]
 #: Bytes of a run are not neighbours here.
 SPLIT_RUNS = core.Tiling("split runs", (4, 2), run=2, order=(0, 2, 3, 4, 1))
 TILINGS = (core.ROW_MAJOR, core.BLOCK_MAJOR_K, core.SCALE_128X4, SPLIT_RUNS)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreted_kernels() as modules:
+        yield modules
 
 
 def reference(source: torch.Tensor, conversion: core.Conversion) -> torch.Tensor:
