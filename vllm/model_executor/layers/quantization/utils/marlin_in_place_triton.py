@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Triton kernels of `marlin_in_place`: many experts in a launch.
 
 Marlin's weights are tiles of 16 inputs (k) by 64 outputs (n). The thread 4 * c + t of
