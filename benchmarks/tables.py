@@ -23,7 +23,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def load_peak() -> str:
-    """Layer sets: peak and end on the whole card, and the smallest card."""
+    """Layer sets, plain tensors converted as 0.33.0 does: peak and end on the whole
+    card, and the smallest card that loads them."""
     head = ("set", "allocator", "peak", "at the end", "live", "smallest card")
     return table(
         head,
@@ -43,7 +44,8 @@ def load_peak() -> str:
 
 
 def split_policies() -> str:
-    """Layer sets on the whole card: peak, and what is taken at the end."""
+    """Layer sets on the whole card, by the user's max_split_size_mb: peak, and what is
+    taken at the end. In fork-off, generations are switched off."""
     names = ("default", "fork", "fork-off")
     found = {(r["set"], r["split"], r["allocator"]): r for r in read("load_peak.jsonl")}
     lines = []
@@ -178,8 +180,9 @@ def small_cards() -> str:
 
 
 def conversions() -> str:
-    """Conversions of one layer: live bytes at most and at rest in multiples of the
-    layer, and the time also as a multiple of copying the layer once."""
+    """Conversions of one layer, each figure beside the release's: live bytes at most in
+    multiples of the layer, and the time, also as a multiple of copying the layer once.
+    Measured on earlier builds; docs/conversions.md says what has changed since."""
     head = (
         "conversion",
         "MiB",
@@ -248,16 +251,17 @@ FILES = {
 
 
 def provenance(make: Callable[[], str]) -> list[str]:
-    """On what the rows of a table ran, one line each: measured or rehearsed, the card
-    (or that it was simulated), torch, and the commands."""
+    """On what the rows of a table ran, one paragraph each: measured or rehearsed, the
+    card (or that it was simulated), torch, and the commands, one a line."""
     lines = []
     for name in FILES[make]:
         rows = read(name)
         for gpu, torch in sorted({(row["gpu"], row["torch"]) for row in rows}):
             same = [r for r in rows if (r["gpu"], r["torch"]) == (gpu, torch)]
             how = "Rehearsed" if gpu.startswith("simulated") else "Measured"
-            commands = dict.fromkeys(f"`{row['command']}`" for row in same)
-            lines.append(f"{how} on one {gpu}, torch {torch}: {', '.join(commands)}")
+            commands = dict.fromkeys(f"    {row['command']}" for row in same)
+            said = f"{how} on one {gpu}, torch {torch}:"
+            lines.append("\n\n".join([said, "\n".join(commands)]))
     return lines
 
 

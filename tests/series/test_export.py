@@ -210,7 +210,11 @@ def test_every_mail_says_its_price_and_what_was_measured(series: Series) -> None
     size = Size({}, {}, {})
     for patch in series.patches:
         assert patch.trade_offs, f"{patch.id} has no trade_offs"
-        assert "## Test result" in mail.message(patch, size, WHO)
+        told = mail.message(patch, size, WHO)
+        assert "## Test result" in told
+        prose = [line for line in told.splitlines() if line[:1] not in ("|", " ")]
+        assert max(map(len, prose)) <= 100, patch.id
+        assert ("of the fork" in told) == ("benchmarks/" in told or "docs/" in told)
 
 
 def imported(text: str) -> Iterator[str]:

@@ -167,10 +167,14 @@ def cover(version: str, rows: Sequence[dict[str, Any]]) -> str:
             for row in _numbered(rows)
         ),
     )
-    measurements = "\n\n".join(
-        "\n\n".join([inspect.getdoc(make) or "", make(), *tables.provenance(make)])
-        for make in tables.FILES
-    )
+    parts: list[str] = []
+    ran_on: dict[str, None] = {}
+    for make in tables.FILES:
+        # Tables of which nothing was run yet have no rows.
+        if lines := tables.provenance(make):
+            parts += [inspect.getdoc(make) or "", make()]
+            ran_on |= dict.fromkeys(lines)
+    measurements = "\n\n".join([*parts, "What ran, and on what:", *ran_on])
     return TEMPLATE.read_text().format(
         version=version,
         patches=patches,

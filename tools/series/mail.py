@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from benchmarks import tables
@@ -19,6 +20,7 @@ that you have."""
 ON_A_GPU = "tests/basic_correctness/"
 #: Below it, tests compare with the released functions.
 AGAINST_RELEASE = "tests/kernels/moe/"
+_OF_THE_FORK = ("benchmarks/", "docs/", "tests/rehearsal")
 _FORK = """\
 Paths under benchmarks/, docs/ and tests/rehearsal/ are of the fork that this series
 comes from; FORK and STOCK are folders that hold a `vllm` package."""
@@ -37,6 +39,8 @@ def message(patch: Patch, size: Size, who: Identity) -> str:
         _section("Test plan", "\n\n".join([patch.tested.strip(), *_commands(patch)])),
         _section("Test result", results(patch)),
     ]
+    if any(path in text for text in parts for path in _OF_THE_FORK):
+        parts[-1] += f"\n\n{_FORK}"
     if patch.trade_offs:
         parts.append(_section("Trade-offs", patch.trade_offs))
     if patch.related:
@@ -95,14 +99,21 @@ def results(patch: Patch) -> str:
     """The rows that speak of the patch, below what they ran on."""
     if not patch.results:
         return "The tests above; there is no measurement of this patch by itself."
-    return "\n\n".join([*(_rows(patch, one) for one in patch.results), _FORK])
+    lines = dict.fromkeys(
+        line for one in patch.results for line in tables.provenance(_maker(patch, one))
+    )
+    return "\n\n".join([*(_rows(patch, one) for one in patch.results), *lines])
 
 
-def _rows(patch: Patch, result: Result) -> str:
+def _maker(patch: Patch, result: Result) -> Callable[[], str]:
     if result.table not in _MAKERS:
         known = ", ".join(sorted(_MAKERS))
         raise Refusal(f"no table {result.table!r}; there are {known}", patch=patch.id)
-    make = _MAKERS[result.table]
+    return _MAKERS[result.table]
+
+
+def _rows(patch: Patch, result: Result) -> str:
+    make = _maker(patch, result)
     head, rule, *rows = make().splitlines()
     for start in result.rows:
         if not any(row.startswith(f"| {start}") for row in rows):
@@ -110,4 +121,4 @@ def _rows(patch: Patch, result: Result) -> str:
     if result.rows:
         rows = [r for r in rows if r.startswith(tuple(f"| {s}" for s in result.rows))]
     text = "\n".join([head, rule, *rows])
-    return "\n\n".join([inspect.getdoc(make) or "", text, *tables.provenance(make)])
+    return "\n\n".join([inspect.getdoc(make) or "", text])

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Pool generations: a MemPool that gives memory back while a model loads.
 
-PyTorch never returns a segment of a live ``torch.cuda.MemPool``. A pool whose Python
+`empty_cache()` returns no segment of a live ``torch.cuda.MemPool``. A pool whose Python
 object is dropped becomes freeable instead: its live tensors stay valid, and each of its
 segments goes back to the device once it is wholly free, at the next `empty_cache()`.
 Weights are therefore allocated in a sequence of short-lived pools, the generations. At

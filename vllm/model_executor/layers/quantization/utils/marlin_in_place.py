@@ -63,10 +63,12 @@ def convert_together(
 
     Args:
         weight: [experts, rows, columns]; overwritten if it is a contiguous parameter.
-        shape, dtype: of an expert of the result.
+        shape: of an expert of the result.
+        dtype: of the result.
         convert: from uint8 [experts, rows, bytes] to the same of the result, in other
             memory.
         parts: how many parts of the tensor are converted one after another.
+
     """
     experts, source = weight.shape[0], weight.data.view(torch.uint8)
     if not (isinstance(weight, torch.nn.Parameter) and weight.is_contiguous()):
@@ -129,8 +131,10 @@ def permute_scales_of_experts(
     """A permuted copy of scales [experts, groups, outputs].
 
     Args:
+        scales: [experts, groups, outputs].
         permute: what permutes the outputs of [groups, outputs], of one expert or of
             several.
+
     """
     out = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
     for part, place in zip(
@@ -190,6 +194,7 @@ def scale_table(
             four.
         all_bytes: also of negative scales and what is no number, about which
             `process` warns.
+
     """
     bytes_ = torch.arange(256, dtype=torch.int32)
     if not all_bytes:
