@@ -102,6 +102,7 @@ def test_type_checking_imports_go_into_their_block(world: Any) -> None:
         "    from vllm.other import Unused\n\n\n"
         'def load(model: "VllmConfig"):\n    return model\n'
     )
+    world.upstream("vllm/config.py", "class VllmConfig:\n    pass\n")
     world.fragment(code, ["load"])
     text = world.result()
     assert "import gc\nfrom typing import TYPE_CHECKING\n\nfrom vllm.logger" in text
