@@ -251,6 +251,7 @@ def test_the_scope_must_be_there() -> None:
 
 
 def test_the_edit_reaches_a_method(world: Any) -> None:
+    world.upstream("vllm/drain.py", "def drain():\n    pass\n")
     world.edit(
         'within = "Pool.trim"\nop = "before"\nanchor = {call = "gc.collect"}\n'
         'code = "drain()"\nimports = ["from vllm.drain import drain"]'
