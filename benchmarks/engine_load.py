@@ -38,6 +38,12 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile kernels for minutes
 }
+ENGINE_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+}
 PRELOADED = (
     "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.gpu.model_runner",
@@ -189,9 +195,17 @@ def scrub_on_wake() -> Callable[[], int]:
     return lambda: scrubbed[0]
 
 
+def digests(llm: Any) -> list[str]:
+    """One for each rank, of all its weights."""
+    return [
+        hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
+        for sums in llm.collective_rpc("compute_weight_checksums")
+    ]
+
+
 def digest(llm: Any) -> str:
-    [sums] = llm.collective_rpc("compute_weight_checksums")
-    return hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
+    [only] = digests(llm)
+    return only
 
 
 def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> None:
@@ -207,12 +221,9 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
     options: dict[str, Any] = {
         "model": folder,
         "load_format": "safetensors" if args.level == 2 else "dummy",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
         "gpu_memory_utilization": args.utilization * share,
-        "max_model_len": 2048,
-        "max_num_seqs": 8,
         "enable_sleep_mode": args.sleep,
+        **ENGINE_OPTIONS,
     }
     if args.quantization:
         options["quantization"] = args.quantization

@@ -12,7 +12,6 @@ for each rank in turn, and notes what the engine says and whether a repeat wakes
 """
 
 import argparse
-import hashlib
 import importlib
 import json
 import os
@@ -22,18 +21,17 @@ import time
 import traceback
 from typing import Any
 
-from engine_load import ENVIRONMENT, capability_without_cuda, model_folder
+from engine_load import (
+    ENGINE_OPTIONS,
+    ENVIRONMENT,
+    capability_without_cuda,
+    digests,
+    model_folder,
+)
 
 PRELOADED = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker")
 SHORT_OF_MEMORY_GIB = 1.0
 """What a rank that is to fail its wake has free."""
-
-
-def digests(llm: Any) -> list[str]:
-    return [
-        hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
-        for sums in llm.collective_rpc("compute_weight_checksums")
-    ]
 
 
 def fail_a_wake(llm: Any, rank: int, expected: list[str]) -> dict[str, Any]:
@@ -69,14 +67,11 @@ def load(args: argparse.Namespace) -> Any:
     return LLM(
         model=model_folder(args.shape, args.layers),
         load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
         gpu_memory_utilization=args.utilization,
-        max_model_len=2048,
-        max_num_seqs=8,
         enable_sleep_mode=args.sleep,
         tensor_parallel_size=args.tensor_parallel_size,
         worker_extension_cls="rank_meter.RankMeter",
+        **ENGINE_OPTIONS,
     )
 
 

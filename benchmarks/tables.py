@@ -11,6 +11,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
+OF_A_LOAD = ("load peak", "after load", "KV cache", "digest", "cycles", "asleep")
 
 
 def read(name: str) -> list[Row]:
@@ -90,12 +91,7 @@ def ranks() -> str:
         "model",
         "mode",
         "rank",
-        "load peak",
-        "after load",
-        "KV cache",
-        "digest",
-        "cycles",
-        "asleep",
+        *OF_A_LOAD,
         "wake without memory",
     )
     lines = []
@@ -135,12 +131,7 @@ def whole_card() -> str:
     head = (
         "model",
         "mode",
-        "load peak",
-        "after load",
-        "KV cache",
-        "digest",
-        "cycles",
-        "asleep",
+        *OF_A_LOAD,
     )
     rows = []
     for row in read("engine.jsonl"):
