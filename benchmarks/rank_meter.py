@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from engine_load import Meter
+from engine_load import Meter, weight_sums
 from small_card import GIB, leave_free
 
 from vllm.v1.worker.gpu_worker import Worker
@@ -22,6 +22,9 @@ class RankMeter:
 
     def sleepload_used(self) -> float:
         return self._sleepload_meter.used()
+
+    def sleepload_sums(self) -> dict[str, int]:
+        return weight_sums(self)
 
     def sleepload_take(self, rank: int, card: float) -> None:
         """Leave this many GiB free on one rank's GPU."""

@@ -30,13 +30,21 @@ from engine_load import (
 )
 
 PRELOADED = ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker")
+# FlashInfer would compile kernels for minutes, and both others ask for memory that all
+# GPUs of a host share (multicast).
+NCCL_ALONE = {
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
 SHORT_OF_MEMORY_GIB = 1.0
 """What a rank that is to fail its wake has free."""
 
 
-def fail_a_wake(llm: Any, rank: int, expected: list[str]) -> dict[str, Any]:
+def fail_a_wake(llm: Any, rank: int) -> dict[str, Any]:
     """One rank has no memory to wake with; then it has."""
     row: dict[str, Any] = {"rank": rank}
+    expected = llm.collective_rpc("sleepload_sums")
     llm.sleep(level=1)
     llm.collective_rpc("sleepload_take", args=(rank, SHORT_OF_MEMORY_GIB))
     try:
@@ -48,7 +56,7 @@ def fail_a_wake(llm: Any, rank: int, expected: list[str]) -> dict[str, Any]:
     llm.collective_rpc("sleepload_give", args=(rank,))
     llm.wake_up()
     row["used_after_repeat"] = llm.collective_rpc("sleepload_used")
-    row["same_digests"] = digests(llm) == expected
+    row["same_digests"] = llm.collective_rpc("sleepload_sums") == expected
     return row
 
 
@@ -96,11 +104,11 @@ def measure_engine(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -
             "awake": llm.collective_rpc("sleepload_used"),
         }
         result["cycles"].append(row)
-    result["same_digests"] = digests(llm) == before
     if args.fail_wake:
         result["failed_wakes"] = [
-            fail_a_wake(llm, rank, before) for rank in range(args.tensor_parallel_size)
+            fail_a_wake(llm, rank) for rank in range(args.tensor_parallel_size)
         ]
+    result["same_digests"] = digests(llm) == before
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | NCCL_ALONE).items():
         os.environ.setdefault(name, value)
     if not args.serve and not args.shape:
         parser().error("which shape?")
