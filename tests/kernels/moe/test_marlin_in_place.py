@@ -115,14 +115,17 @@ def marlin_reference(weight: torch.Tensor, bits: int) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("slots", [1, 2, 9])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("size_n, size_k", [(64, 16), (192, 64), (1088, 32)])
-def test_interpreted_repack(interpreted, bits, size_n, size_k):
-    weight = torch.randint(0, 256, (2, size_n, size_k * bits // 8), dtype=torch.uint8)
-    out = torch.empty((2, size_k // 16, size_n * bits // 2), dtype=torch.int32)
-    interpreted.marlin_in_place_triton.repack(weight, out, bits)
-    for expert, result in zip(weight, out, strict=True):
-        assert torch.equal(result, marlin_reference(expert, bits))
+@pytest.mark.parametrize("size_n, size_k", [(64, 16), (192, 64), (1088, 80)])
+def test_interpreted_repack(interpreted, bits, size_n, size_k, slots):
+    weight = torch.randint(0, 256, (5, size_n, size_k * bits // 8), dtype=torch.uint8)
+    expected = [marlin_reference(expert, bits) for expert in weight]
+    result = interpreted.marlin_in_place_triton.repack(weight, bits, slots)
+    assert result.data_ptr() == weight.data_ptr()
+    assert result.dtype == torch.int32
+    for words, expert in zip(result, expected, strict=True):
+        assert torch.equal(words, expert)
 
 
 @pytest.mark.parametrize("parameter", [True, False])
@@ -165,9 +168,12 @@ def test_repack_on_gpu(bits):
     """As by Marlin's own kernel."""
     from vllm import _custom_ops as ops
 
-    weight = torch.randint(0, 256, (3, 1536, 2048), dtype=torch.uint8, device="cuda")
+    # Many experts in few slots: one that was copied back too soon is not equal.
+    weight = torch.randint(0, 256, (128, 1536, 2048), dtype=torch.uint8, device="cuda")
     size_n, size_k = 1536, 2048 * 8 // bits
-    result = marlin_in_place.repack_by_triton(weight, size_n, size_k, bits)
+    own = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    result = marlin_in_place.repack_by_triton(own, size_n, size_k, bits)
+    assert result.data_ptr() == own.data_ptr()
     for expert, words in zip(weight, result, strict=True):
         packed = expert.view(torch.int32).T.contiguous()
         assert torch.equal(

@@ -383,15 +383,16 @@ def test_a_weight_of_another_shape_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda t: t.name)
 @pytest.mark.parametrize("rows, row_bytes", [(1536, 1344), (2816, 464), (4096, 7168)])
-@pytest.mark.parametrize("kind", ["shuffle", "cycle", "pad"])
+@pytest.mark.parametrize("kind", ["shuffle", "cycle", "pad", "grow"])
 def test_triton_matches_torch_on_gpu(tiling, rows, row_bytes, kind):
     row_bytes = row_bytes // tiling.run * tiling.run if tiling.run else row_bytes
     order = shuffled(rows)
     source_rows, source_bytes = rows, row_bytes
     if kind == "cycle":
         order = [(row + 1) % rows for row in range(rows)]
-    elif kind == "pad":
-        source_rows, source_bytes = rows - 48, row_bytes - 16
+    elif kind in ("pad", "grow"):
+        less = 48 if kind == "pad" else rows // 3
+        source_rows, source_bytes = rows - less, row_bytes - 16
         order = [row if row < source_rows else -1 for row in order]
     conversion = core.Conversion(
         order, (source_rows, source_bytes), row_bytes, tiling, fill=127
@@ -400,6 +401,6 @@ def test_triton_matches_torch_on_gpu(tiling, rows, row_bytes, kind):
     (expected,) = core.convert_((weight.clone(), conversion))
     (result,) = core.convert_((weight.cuda(), conversion))
     assert torch.equal(result.cpu().flatten(1), expected.flatten(1))
-    if kind == "pad":
+    if kind in ("pad", "grow"):
         (result,) = core.convert_((with_room(weight.cuda(), conversion), conversion))
         assert torch.equal(result.cpu().flatten(1), expected.flatten(1))

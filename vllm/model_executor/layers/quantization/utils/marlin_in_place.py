@@ -9,10 +9,9 @@ import torch
 
 from vllm.model_executor.layers.quantization.utils.weight_permutation import use_triton
 
-# How many parts of a tensor take turns in scratch, at most 2 % of a layer.
+# How large a part of a tensor scratch is; it is at most 2 % of a layer.
 WEIGHT_PARTS, SCALE_PARTS = 40, 4
-PERMUTED_EXPERTS = 8  # whose FP8 scales are permuted at a time
-SCAN_PARTS = 16  # of the scales, one is looked at at a time
+SCAN_PARTS = 16  # of unusual scales, one is looked at at a time
 
 
 def repack_experts(
@@ -51,37 +50,13 @@ def repack_experts(
     return out
 
 
-def convert_together(
-    weight: torch.Tensor,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    convert: Callable[[torch.Tensor, torch.Tensor], None],
-    parts: int,
-) -> torch.Tensor:
-    """As `repack_experts`, for a conversion of several experts at once that keeps
-    their size.
-
-    Args:
-        weight: [experts, rows, columns]; overwritten if it is a contiguous parameter.
-        shape: of an expert of the result.
-        dtype: of the result.
-        convert: from uint8 [experts, rows, bytes] to the same of the result, in other
-            memory.
-        parts: how many parts of the tensor are converted one after another.
-
-    """
-    experts, source = weight.shape[0], weight.data.view(torch.uint8)
-    if not (isinstance(weight, torch.nn.Parameter) and weight.is_contiguous()):
-        out = torch.empty((experts, *shape), dtype=dtype, device=weight.device)
-        convert(source, out)
-        return out
-    result = source.view(experts, -1).view(dtype).view(experts, *shape)
-    at_once = max(1, experts // parts)
-    scratch = torch.empty((at_once, *shape), dtype=dtype, device=weight.device)
-    for part, place in zip(source.split(at_once), result.split(at_once), strict=True):
-        convert(part, scratch[: len(part)])
-        place.copy_(scratch[: len(part)])
-    return result
+def writable(weight: torch.Tensor) -> torch.Tensor:
+    """The bytes of a weight where they may be converted in place: uint8 [experts, rows,
+    bytes], the parameter's own if it is contiguous, else a copy."""
+    data = weight.data.view(torch.uint8)
+    if isinstance(weight, torch.nn.Parameter) and weight.is_contiguous():
+        return data
+    return data.clone(memory_format=torch.contiguous_format)
 
 
 def repack_by_triton(
@@ -94,14 +69,12 @@ def repack_by_triton(
     fits = weight.dim() == 3 and size_n % 64 == 0 and size_k % 16 == 0
     if not fits or weight.element_size() != 1 or tuple(weight.shape[1:]) != shape:
         return None
-    if not weight.shape[0] or not use_triton(weight) or not weight[0].is_contiguous():
+    if not weight.shape[0] or not use_triton(weight) or weight.data_ptr() % 4:
         return None
     from vllm.model_executor.layers.quantization.utils import marlin_in_place_triton
 
-    convert = functools.partial(marlin_in_place_triton.repack, bits=bits)
-    words = size_n * bits // 2
-    shape = (size_k // 16, words)
-    return convert_together(weight, shape, torch.int32, convert, WEIGHT_PARTS)
+    slots = max(1, weight.shape[0] // WEIGHT_PARTS)
+    return marlin_in_place_triton.repack(writable(weight), bits, slots)
 
 
 def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
@@ -132,16 +105,12 @@ def permute_scales_of_experts(
 
     Args:
         scales: [experts, groups, outputs].
-        permute: what permutes the outputs of [groups, outputs], of one expert or of
-            several.
+        permute: what permutes the outputs of [groups, outputs], whatever the groups.
 
     """
-    out = torch.empty(scales.shape, dtype=scales.dtype, device=scales.device)
-    for part, place in zip(
-        scales.split(PERMUTED_EXPERTS), out.split(PERMUTED_EXPERTS), strict=True
-    ):
-        place.copy_(permute(part.reshape(-1, part.shape[2])).view(place.shape))
-    return out
+    outputs = scales.shape[2]
+    order = permute(torch.arange(outputs, device=scales.device).view(1, outputs))
+    return scales.index_select(2, order.flatten())
 
 
 def scales_by_triton(scales: torch.Tensor, size_k: int, size_n: int) -> bool:
@@ -155,6 +124,11 @@ def scales_by_triton(scales: torch.Tensor, size_k: int, size_n: int) -> bool:
 def scan_scales(scales: torch.Tensor) -> tuple[int, bool]:
     """Of float8_e4m3fn scales: the largest positive number as a byte, or 0, and whether
     one is negative or no number."""
+    # One pass without scratch settles the usual case, that none is.
+    ends = torch.aminmax(scales.data.view(torch.int8))
+    low, high = torch.stack(ends).tolist()
+    if low >= 0 and high < 127:
+        return high, False
     found = []
     for part in scales.data.view(torch.uint8).chunk(SCAN_PARTS):
         bad = (part == 127) | (part > 128)
@@ -184,24 +158,30 @@ def largest_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return largest
 
 
+@functools.cache
 def scale_table(
-    process: Callable[[torch.Tensor], torch.Tensor], all_bytes: bool
+    dtype: torch.dtype, scale_factor: float, all_bytes: bool
 ) -> torch.Tensor:
     """What Marlin's scale is of each byte of a float8_e4m3fn: uint8 [256], on the CPU.
 
     Args:
-        process: from [1, scales] to [1, scales], which swaps the middle two of each
-            four.
-        all_bytes: also of negative scales and what is no number, about which
-            `process` warns.
+        dtype: of the activations.
+        scale_factor: a power of two, the same for most layers of a model.
+        all_bytes: also of negative scales and what is no number, about which vllm's
+            function warns.
 
     """
-    bytes_ = torch.arange(256, dtype=torch.int32)
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+        nvfp4_marlin_process_scales,
+    )
+
+    bytes_ = torch.arange(256, dtype=torch.int32, device="cpu")
     if not all_bytes:
         bytes_[(bytes_ == 127) | (bytes_ > 128)] = 0
-    numbers = bytes_.to(torch.uint8).view(torch.float8_e4m3fn)
-    swapped = process(numbers.view(1, 256)).view(torch.uint8).view(64, 4)
-    return swapped[:, [0, 2, 1, 3]].reshape(256)
+    numbers = bytes_.to(torch.uint8).view(torch.float8_e4m3fn).view(1, 256)
+    swapped, _ = nvfp4_marlin_process_scales(numbers.to(dtype), scale_factor, dtype)
+    # It swaps the middle two of each four.
+    return swapped.view(torch.uint8).view(64, 4)[:, [0, 2, 1, 3]].reshape(256)
 
 
 def process_nvfp4_scales(
@@ -240,23 +220,10 @@ def process_nvfp4_scales(
         )
 
         _, bad = scan_scales(scales)
-        with torch.device("cpu"):
-            table = scale_table(
-                lambda numbers: nvfp4_marlin_process_scales(
-                    numbers.to(dtype), scale_factor, dtype
-                )[0],
-                bad,
-            ).to(scales.device)
-        shape = (size_k // 16, size_n)
-        return convert_together(
-            scales,
-            shape,
-            torch.float8_e4m3fn,
-            lambda part, out: marlin_in_place_triton.map_scales(
-                part, out.view(torch.uint8), table
-            ),
-            SCALE_PARTS,
-        )
+        table = scale_table(dtype, scale_factor, bad).to(scales.device)
+        slots = max(1, len(scales) // SCALE_PARTS)
+        result = marlin_in_place_triton.map_scales(writable(scales), table, slots)
+        return result.view(torch.float8_e4m3fn)
 
     def process(expert: torch.Tensor) -> torch.Tensor:
         permuted = marlin_permute_scales(

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Triton kernels of `marlin_in_place`: many experts in a launch.
+"""Triton kernels of `marlin_in_place`: all experts of a tensor in one launch.
+
+A result lies in its source's memory, in another order, so an expert is packed into
+scratch first and copied back when it is whole. There are slots for a few experts. The
+programs take their turns in order: as many experts are packed as there are slots, then
+one is copied back and the next one packed, and so on. A program waits only for turns
+before its own, which have been taken, so every program ends.
 
 Marlin's weights are tiles of 16 inputs (k) by 64 outputs (n). The thread 4 * c + t of
 a warp holds, of inputs 2t, 2t + 1, 2t + 8 and 2t + 9, output c of each of the eight
@@ -11,32 +17,54 @@ import torch
 
 from vllm.triton_utils import tl, triton
 
-WORDS = 1024  # of the result, in one program
+TILES, WORDS = 4, 1024  # of a packed expert, in one program
+OUTPUTS, GROUPS = 128, 64  # scales of an expert, in one program
 
 
 @triton.jit
-def _apart(byte):
-    """The two values of a byte, at bits 0 and 16."""
-    byte = byte.to(tl.int32)
+def _take_turn(counts, pieces, slots):
+    """Whether to pack or to copy back, which expert, and which piece of it."""
+    turn = tl.atomic_add(counts, 1, sem="relaxed")
+    stage = turn // pieces
+    later = stage - slots  # from here on, copies and packs alternate
+    packs = (later < 0) | (later % 2 == 1)
+    expert = tl.where(later < 0, stage, later // 2 + tl.where(packs, slots, 0))
+    return packs, expert, turn % pieces
+
+
+@triton.jit
+def _wait(count, pieces):
+    """Until all pieces of a stage are done."""
+    while tl.atomic_add(count, 0, sem="acquire") < pieces:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _done(count):
+    """Of all warps of this program."""
+    tl.debug_barrier()
+    tl.atomic_add(count, 1, sem="release")
+
+
+@triton.jit
+def _copy_back(packed, place, piece, size, SIZE: tl.constexpr):
+    index = piece * SIZE + tl.arange(0, SIZE)
+    # Not through a cache that may hold the expert that was in the slot before.
+    value = tl.load(packed + index, index < size, cache_modifier=".cg")
+    tl.store(place + index, value, index < size)
+
+
+@triton.jit
+def _apart(word, shift):
+    """The two values of a byte of each word, at bits 0 and 16."""
+    byte = word >> shift
     return (byte & 0xF) | ((byte & 0xF0) << 12)
 
 
 @triton.jit
-def _repack(
-    source,
-    out,
-    words,
-    row_bytes,
-    source_expert,
-    out_expert,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Tiles of 16 inputs of each expert: bytes of outputs x inputs to words."""
-    tile = tl.program_id(0)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    expert = tl.program_id(2).to(tl.int64)
-    inside = word < words
+def _packed_words(source, tile, word, row_words, inside, BITS: tl.constexpr):
+    """Words of Marlin's tiles, of rows of one output each, in words."""
     PER_THREAD: tl.constexpr = 16 // BITS
     # A warp's words: thread, group of 16 outputs, and with 8 bits which half of it.
     part = word % PER_THREAD if BITS == 4 else (word % 8) // 2
@@ -44,79 +72,181 @@ def _repack(
     output = word // (128 if BITS == 4 else 256) * 64 + part * 16 + thread // 4
     if BITS == 8:
         output += word % 2 * 8
-    start = source + expert * source_expert + output * row_bytes + tile * 2 * BITS
+    # Whole words are loaded, also by the other threads that need a part of them.
+    start = source + output * row_words + tile * (BITS // 2)
     if BITS == 4:
-        start += thread % 4
-        lower = start + 8 * row_bytes
-        value = _apart(tl.load(start, inside, other=0))
-        value |= _apart(tl.load(start + 4, inside, other=0)) << 4
-        value |= _apart(tl.load(lower, inside, other=0)) << 8
-        value |= _apart(tl.load(lower + 4, inside, other=0)) << 12
+        shift = thread % 4 * 8
+        lower = start + 8 * row_words
+        value = _apart(tl.load(start, inside, other=0), shift)
+        value |= _apart(tl.load(start + 1, inside, other=0), shift) << 4
+        value |= _apart(tl.load(lower, inside, other=0), shift) << 8
+        value |= _apart(tl.load(lower + 1, inside, other=0), shift) << 12
     else:
-        start += thread % 4 * 2
-        value = tl.load(start, inside, other=0).to(tl.int32)
-        value |= tl.load(start + 8, inside, other=0).to(tl.int32) << 8
-        value |= tl.load(start + 1, inside, other=0).to(tl.int32) << 16
-        value |= tl.load(start + 9, inside, other=0).to(tl.int32) << 24
-    tl.store(out + expert * out_expert + tile * words + word, value, inside)
+        start += thread % 4 // 2
+        shift = thread % 2 * 16
+        near = tl.load(start, inside, other=0) >> shift
+        far = tl.load(start + 2, inside, other=0) >> shift
+        value = (near & 0xFF) | ((far & 0xFF) << 8)
+        value |= ((near & 0xFF00) << 8) | ((far & 0xFF00) << 16)
+    return value
+
+
+@triton.jit
+def _repack(
+    weight,
+    scratch,
+    counts,
+    experts,
+    pieces,
+    slots,
+    tiles,
+    words,
+    row_words,
+    BITS: tl.constexpr,
+    TILES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Experts [outputs, row words] become [tiles, words], TILES by WORDS a piece.
+
+    counts: zeros; the turns taken, then of each expert the pieces that were packed, and
+        those that were copied back.
+    """
+    packs, expert, piece = _take_turn(counts, pieces, slots)
+    if expert < experts:
+        size = tiles * words
+        place = weight + expert.to(tl.int64) * size
+        slot = scratch + (expert % slots).to(tl.int64) * size
+        packed = counts + 1 + expert
+        copied = packed + experts
+        if packs:
+            across = (words + WORDS - 1) // WORDS
+            tile = piece // across * TILES + tl.arange(0, TILES)[:, None]
+            word = piece % across * WORDS + tl.arange(0, WORDS)[None, :]
+            inside = (tile < tiles) & (word < words)
+            value = _packed_words(place, tile, word, row_words, inside, BITS)
+            if expert >= slots:
+                _wait(copied - slots, pieces)
+            tl.store(slot + tile * words + word, value, inside)
+            _done(packed)
+        else:
+            _wait(packed, pieces)
+            _copy_back(slot, place, piece, size, TILES * WORDS)
+            _done(copied)
 
 
 @triton.jit
 def _map_scales(
-    source,
-    out,
-    table,
+    scales,
+    scratch,
+    counts,
+    experts,
+    pieces,
+    slots,
     outputs,
     groups,
-    source_expert,
-    out_expert,
+    table,
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """out[e, g, p] = table[source[e, n(p), g]], of 64 outputs p at a time."""
-    place = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
-    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
-    expert = tl.program_id(2).to(tl.int64)
-    inside = (place < outputs) & (group < groups)
-    # The kernel reads scales 0, 2, 1, 3 of each four, of outputs 8 apart.
-    inner = place % 64
-    order = inner // 4 * 4 + inner % 4 // 2 + inner % 2 * 2
-    output = place // 64 * 64 + order // 8 + order % 8 * 8
-    byte = tl.load(source + expert * source_expert + output * groups + group, inside)
-    value = tl.load(table + byte.to(tl.int32), inside)
-    tl.store(out + expert * out_expert + group * outputs + place, value, inside)
+    """Experts [outputs, groups] become [groups, outputs], each byte by a table.
+
+    counts: as of `_repack`.
+    """
+    packs, expert, piece = _take_turn(counts, pieces, slots)
+    if expert < experts:
+        size = outputs * groups
+        place = scales + expert.to(tl.int64) * size
+        slot = scratch + (expert % slots).to(tl.int64) * size
+        packed = counts + 1 + expert
+        copied = packed + experts
+        if packs:
+            across = (groups + GROUPS - 1) // GROUPS
+            target = piece // across * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+            group = piece % across * GROUPS + tl.arange(0, GROUPS)[None, :]
+            inside = (target < outputs) & (group < groups)
+            # The kernel reads scales 0, 2, 1, 3 of each four, of outputs 8 apart.
+            inner = target % 64
+            order = inner // 4 * 4 + inner % 4 // 2 + inner % 2 * 2
+            output = target // 64 * 64 + order // 8 + order % 8 * 8
+            byte = tl.load(place + output * groups + group, inside, other=0)
+            value = tl.load(table + byte.to(tl.int32), inside)
+            if expert >= slots:
+                _wait(copied - slots, pieces)
+            tl.store(slot + group * outputs + target, value, inside)
+            _done(packed)
+        else:
+            _wait(packed, pieces)
+            _copy_back(slot, place, piece, size, OUTPUTS * GROUPS)
+            _done(copied)
 
 
-def repack(source: torch.Tensor, out: torch.Tensor, bits: int) -> None:
-    """uint8 [experts, outputs, row bytes] to int32 [experts, inputs / 16,
-    outputs * bits / 2], in other memory."""
-    experts, _, row_bytes = source.shape
-    tiles, words = out.shape[1:]
-    _repack[(tiles, triton.cdiv(words, WORDS), experts)](
-        source,
-        out,
+class _Slots:
+    """Scratch for some experts, and the counts of a launch."""
+
+    def __init__(self, experts: torch.Tensor, slots: int):
+        self.n = min(slots, len(experts))
+        self.scratch = experts.new_empty(self.n * experts[0].numel())
+        self.counts = torch.zeros(
+            1 + 2 * len(experts), dtype=torch.int32, device=experts.device
+        )
+
+    def grid(self, experts: int, pieces: int) -> tuple[int]:
+        return (pieces * (self.n + 2 * experts),)
+
+
+def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
+    """Repack contiguous uint8 [experts, outputs, row bytes] where they are.
+
+    Returns:
+        int32 [experts, inputs / 16, outputs * bits / 2], in the same memory.
+
+    """
+    experts, outputs, row_bytes = weight.shape
+    tiles, words = row_bytes // (2 * bits), outputs * bits // 2
+    result = weight.view(experts, -1).view(torch.int32).view(experts, tiles, words)
+    slot = _Slots(result, slots)
+    pieces = triton.cdiv(tiles, TILES) * triton.cdiv(words, WORDS)
+    _repack[slot.grid(experts, pieces)](
+        result,
+        slot.scratch,
+        slot.counts,
+        experts,
+        pieces,
+        slot.n,
+        tiles,
         words,
-        row_bytes,
-        source.stride(0),
-        out.stride(0),
+        row_bytes // 4,
         BITS=bits,
+        TILES=TILES,
         WORDS=WORDS,
+        num_warps=8,
     )
+    return result
 
 
-def map_scales(source: torch.Tensor, out: torch.Tensor, table: torch.Tensor) -> None:
-    """uint8 [experts, outputs, groups] to uint8 [experts, groups, outputs], in other
-    memory, each by `table`, uint8 [256]."""
-    experts, outputs, groups = source.shape
-    grid = triton.cdiv(outputs, 64), triton.cdiv(groups, 64), experts
-    _map_scales[grid](
-        source,
-        out,
-        table,
+def map_scales(scales: torch.Tensor, table: torch.Tensor, slots: int) -> torch.Tensor:
+    """Order contiguous uint8 [experts, outputs, groups] for Marlin where they are, each
+    byte replaced by `table`, uint8 [256].
+
+    Returns:
+        uint8 [experts, groups, outputs], in the same memory.
+
+    """
+    experts, outputs, groups = scales.shape
+    slot = _Slots(scales, slots)
+    pieces = triton.cdiv(outputs, OUTPUTS) * triton.cdiv(groups, GROUPS)
+    _map_scales[slot.grid(experts, pieces)](
+        scales,
+        slot.scratch,
+        slot.counts,
+        experts,
+        pieces,
+        slot.n,
         outputs,
         groups,
-        source.stride(0),
-        out.stride(0),
-        OUTPUTS=64,
-        GROUPS=64,
+        table,
+        OUTPUTS=OUTPUTS,
+        GROUPS=GROUPS,
+        num_warps=8,
     )
+    return scales.view(experts, groups, outputs)

@@ -419,6 +419,7 @@ class MoveCells(Work):
     def __init__(self, spec: Spec, budget: int):
         conversion = spec.conversion
         rows, row_bytes = conversion.shape
+        self.experts = spec.experts
         self.cell = cell = conversion.tiling.run or row_bytes
         self.unit = unit = _unit(cell, spec.strides[0], spec.address)
         n_cells = rows * row_bytes // cell
@@ -442,8 +443,8 @@ class MoveCells(Work):
     def __call__(self, job, scratch, flags):
         if not self.moves.groups:
             return
-        source, cell = job.source, self.cell
-        for first in range(0, source.shape[0], self.at_once):
+        source, cell = job.source[: self.experts], self.cell
+        for first in range(0, self.experts, self.at_once):
             self._move(source[first : first + self.at_once], cell, scratch)
 
     def _move(self, experts: torch.Tensor, cell: int, scratch: torch.Tensor) -> None:
@@ -483,29 +484,47 @@ class ThroughScratch(Work):
 
 
 class ExpandRows(Work):
-    """Rows of all experts to the places that padding leaves them."""
+    """Rows of all experts to the places that padding leaves them, in their order."""
 
     def __init__(self, spec: Spec):
+        self.unit, shape = _padded_rows(spec)
         conversion = spec.conversion
-        row_bytes, source_bytes = conversion.shape[1], conversion.source_shape[1]
-        self.unit = _unit(row_bytes, source_bytes, spec.address)
-        from_rows, to_rows = conversion.table(
+        tables = conversion.table(
             "expand", spec.device, lambda: _expansion_tables(conversion, spec.device)
         )
-        self.launch = expand_rows_triton.Expansion(
-            spec.experts,
-            from_rows,
-            to_rows,
-            row_bytes,
-            source_bytes,
-            self.unit,
-            _align(self.unit, row_bytes, source_bytes, spec.address),
-            conversion.fill,
+        self.launch = expand_rows_triton.Expansion(spec.experts, tables, *shape)
+        self.flags = self.launch.flags
+
+    def __call__(self, job, scratch, flags):
+        self.launch(_unit_view(job.out, self.unit), flags)
+
+
+class PlaceRows(Work):
+    """Rows of the experts from `first` on, in a new order, to where padding leaves
+    them; see `expand_rows_triton.first_apart`."""
+
+    def __init__(self, spec: Spec, first: int):
+        self.unit, shape = _padded_rows(spec)
+        self.launch = expand_rows_triton.Placement(
+            spec.experts, first, (spec.row_table(),), *shape
         )
         self.flags = self.launch.flags
 
     def __call__(self, job, scratch, flags):
         self.launch(_unit_view(job.out, self.unit), flags)
+
+
+def _padded_rows(spec: Spec) -> tuple[int, tuple]:
+    """The unit, and what a launch of `expand_rows_triton` takes after its tables."""
+    conversion = spec.conversion
+    (rows, row_bytes), (source_rows, source_bytes) = (
+        conversion.shape,
+        conversion.source_shape,
+    )
+    unit = _unit(row_bytes, source_bytes, spec.address)
+    align = _align(unit, row_bytes, source_bytes, spec.address)
+    shape = rows, source_rows, row_bytes, source_bytes, unit, align, conversion.fill
+    return unit, shape
 
 
 def _expansion_tables(conversion: Conversion, device: torch.device):
@@ -534,15 +553,31 @@ def plan(spec: Spec, budget: int) -> list[Work]:
     order, tiles = conversion.row_order, conversion.tiles_alone
     if not spec.expands and block_tiling_triton.stays_in_blocks(conversion):
         tiles = conversion
+    elif spec.expands:
+        work += _expansion(spec, order, budget)
     elif not order.is_identity:
         work.append(MoveCells(spec.with_conversion(order), budget))
-    if spec.expands:
-        work.append(ExpandRows(spec))
     if tiling is not ROW_MAJOR:
         strides = spec.strides
         if spec.expands:
             strides = prod(conversion.shape), conversion.shape[1]
         work.append(TileBlocks(spec.with_conversion(tiles, strides=strides)))
+    return work
+
+
+def _expansion(spec: Spec, order: Conversion, budget: int) -> list[Work]:
+    """Launches that bring the rows into `order` and make room for padding."""
+    if order.is_identity:
+        return [ExpandRows(spec)]
+    work: list[Work] = []
+    sizes = prod(spec.conversion.source_shape), prod(spec.conversion.shape)
+    first = expand_rows_triton.first_apart(spec.experts, *sizes)
+    if first < spec.experts:
+        work.append(PlaceRows(spec, first))
+        spec = replace(spec, experts=first)
+    if first:
+        work.append(MoveCells(spec.with_conversion(order), budget))
+        work.append(ExpandRows(spec))
     return work
 
 
