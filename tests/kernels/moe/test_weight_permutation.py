@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.moe.interpreted_kernels import interpreted_kernels
 from vllm.model_executor.layers.quantization.utils import weight_permutation as core
-from vllm.model_executor.layers.quantization.utils.weight_room import reserve, room_for
+from vllm.model_executor.layers.quantization.utils.weight_room import has_room, reserve
 
 pytest_plugins = ["tests.kernels.moe.interpreted_kernels"]
 
@@ -198,7 +198,7 @@ def test_only_a_reserved_storage_has_room():
     """What lies behind a view may belong to another tensor."""
     base = torch.arange(64, dtype=torch.uint8)
     view = torch.nn.Parameter(base[:32].view(1, 4, 8), requires_grad=False)
-    assert room_for(view, 64) is None
+    assert not has_room(view, 64)
     grow = core.Conversion([*range(4), -1], (4, 8))
     (result,) = core.convert_((view, grow))
     assert result.data_ptr() != base.data_ptr()
@@ -225,9 +225,9 @@ def test_reserving_changes_nothing_but_the_storage():
     assert parameter.shape == (2, 3, 4) and parameter.stride() == (12, 4, 1)
     assert parameter.dtype == torch.bfloat16
     assert vars(parameter) == {"weight_loader": len}
-    assert room_for(parameter, 100) is not None
-    assert room_for(parameter, 101) is None
-    assert room_for(parameter[1:], 50) is None
+    assert has_room(parameter, 100)
+    assert not has_room(parameter, 101)
+    assert not has_room(parameter[1:], 50)
     storage = parameter.untyped_storage().data_ptr()
     reserve(parameter, 48)
     assert parameter.untyped_storage().data_ptr() == storage

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from vllm.model_executor.layers.quantization.utils.weight_permutation import use_triton
+from vllm.utils.torch_utils import PIN_MEMORY
 
 # How large a part of a tensor scratch is; it is at most 2 % of a layer.
 WEIGHT_PARTS, SCALE_PARTS = 40, 4
@@ -108,9 +109,12 @@ def permute_scales_of_experts(
         permute: what permutes the outputs of [groups, outputs], whatever the groups.
 
     """
-    outputs = scales.shape[2]
-    order = permute(torch.arange(outputs, device=scales.device).view(1, outputs))
-    return scales.index_select(2, order.flatten())
+    numbers = torch.arange(scales.shape[2], device="cpu")
+    order = permute(numbers.view(1, -1)).flatten()
+    if scales.is_cuda and PIN_MEMORY:
+        # A copy of other memory would wait for the weights to be repacked.
+        order = order.pin_memory()
+    return scales.index_select(2, order.to(scales.device, non_blocking=True))
 
 
 def scales_by_triton(scales: torch.Tensor, size_k: int, size_n: int) -> bool:

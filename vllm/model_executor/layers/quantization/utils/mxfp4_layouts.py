@@ -17,8 +17,8 @@ import torch
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     Conversion,
     Tiling,
+    can_expand,
     convert_,
-    room_to_expand,
     use_triton,
 )
 
@@ -106,7 +106,7 @@ def swizzle_values(values: torch.Tensor, layout: Any) -> torch.Tensor:
     tall, wide = value_sizes(rows, columns)
     if (tall, wide) != (rows, columns):
         padding = padded_values(rows, columns)
-        if room_to_expand(values, padding) is not None:
+        if can_expand(values, padding):
             (values,) = convert_((values, padding))
             rows, columns = tall, wide
     if (tall, wide) != (rows, columns) or not values.is_contiguous():

@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
-from vllm.model_executor.layers.quantization.utils.weight_room import room_for
+from vllm.model_executor.layers.quantization.utils.weight_room import (
+    has_room,
+    room_for,
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,15 @@ class Conversion:
         """The tiling of rows that have their order and their padding already."""
         return Conversion(range(self.shape[0]), self.shape, tiling=self.tiling)
 
+    @functools.cached_property
+    def padded_before(self) -> "Conversion":
+        """What remains to do where the padding is in place and the rows between it are
+        in the source's order."""
+        kept = (self.rows >= 0).nonzero().flatten()
+        rows = torch.arange(self.shape[0], device="cpu")
+        rows[kept] = kept[self.rows[kept]]
+        return Conversion(rows, self.shape, tiling=self.tiling, fill=self.fill)
+
     def row_index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(result rows, source rows) of the rows that are not padding."""
 
@@ -287,18 +299,15 @@ class Job:
     expands: bool = False
 
 
-def room_to_expand(weight: torch.Tensor, conversion: Conversion) -> torch.Tensor | None:
-    """Memory for the result, uint8 [experts, rows * row_bytes], that begins with the
-    weight, or None if the weight's storage has no room or the executor cannot."""
+def can_expand(weight: torch.Tensor, conversion: Conversion) -> bool:
+    """Whether the weight's storage has room for the result, and the executor can pad
+    the weight there."""
     size = prod(conversion.shape)
     if not conversion.keeps_rows or conversion.in_place or not weight.numel():
-        return None
-    room = room_for(weight, weight.shape[0] * size)
-    if room is None:
-        return None
-    if use_triton(weight) and not _triton_kernels().can_expand(conversion):
-        return None
-    return room.view(weight.shape[0], size)
+        return False
+    if not has_room(weight, weight.shape[0] * size):
+        return False
+    return not use_triton(weight) or _triton_kernels().can_expand(conversion)
 
 
 def convert_(
@@ -350,8 +359,9 @@ def convert_(
             if not conversion.is_identity and source.numel():
                 jobs.append(Job(source, conversion))
             continue
-        room = room_to_expand(weight, conversion) if overwrite else None
-        if room is not None:
+        if overwrite and can_expand(weight, conversion):
+            size = rows * row_bytes
+            room = room_for(weight, experts * size).view(experts, size)
             results.append(room.view(experts, rows, row_bytes))
             jobs.append(Job(source, conversion, room, expands=True))
             continue
@@ -400,7 +410,7 @@ def convert_layer(
     own = [
         number
         for number, (weight, conversion, _) in enumerate(steps)
-        if conversion.in_place or room_to_expand(weight, conversion) is not None
+        if conversion.in_place or can_expand(weight, conversion)
     ]
     results = convert_(*(steps[number][:2] for number in own))
     found.update(zip(own, results, strict=True))

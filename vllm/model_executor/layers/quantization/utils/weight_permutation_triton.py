@@ -551,8 +551,10 @@ def plan(spec: Spec, budget: int) -> list[Work]:
         return [MoveCells(spec, budget)]
     work: list[Work] = []
     order, tiles = conversion.row_order, conversion.tiles_alone
-    if not spec.expands and block_tiling_triton.stays_in_blocks(conversion):
-        tiles = conversion
+    rest = conversion.padded_before if spec.expands else conversion
+    if tiling is not ROW_MAJOR and block_tiling_triton.stays_in_blocks(rest):
+        # The kernel that tiles a block reads its rows in any order.
+        work, tiles = [ExpandRows(spec)] if spec.expands else [], rest
     elif spec.expands:
         work += _expansion(spec, order, budget)
     elif not order.is_identity:

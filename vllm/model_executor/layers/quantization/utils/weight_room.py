@@ -5,7 +5,7 @@
 A weight that grows in its conversion needs its source and its result at once, unless
 its storage was large enough from the beginning. `reserve` gives a parameter such a
 storage. Shape, strides, dtype and attributes stay; the conversion that pads it finds
-the room with `room_for`. Only storages made here are used so, since what lies behind a
+the room with `has_room`. Only storages made here are used so, since what lies behind a
 tensor in any other storage may belong to another one.
 """
 
@@ -33,16 +33,18 @@ def reserve(parameter: torch.nn.Parameter, size: int) -> None:
     _reserved[memory.untyped_storage()] = needed
 
 
-def room_for(weight: torch.Tensor, size: int) -> torch.Tensor | None:
-    """The first `size` bytes of the weight's storage, uint8, or None where the weight
-    is not alone at the front of a storage with room for them: a part of a parameter
-    has no room, nor has one that was padded."""
+def has_room(weight: torch.Tensor, size: int) -> bool:
+    """Whether the weight is alone at the front of a storage with room for `size` bytes:
+    a part of a parameter has no room, nor has one that was padded."""
     storage = weight.data.untyped_storage()
     used = weight.numel() * weight.element_size()
     if _reserved.get(storage) != used or storage.nbytes() < size:
-        return None
-    if weight.storage_offset() or not weight.is_contiguous():
-        return None
+        return False
+    return not weight.storage_offset() and weight.is_contiguous()
+
+
+def room_for(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """The first `size` bytes, uint8, of the storage of a weight that has room."""
     return torch.empty(0, dtype=torch.uint8, device=weight.device).set_(
-        storage, 0, (size,), (1,)
+        weight.data.untyped_storage(), 0, (size,), (1,)
     )
