@@ -349,9 +349,12 @@ def prepare_fp8_moe_layer_for_fi(
         return results
 
     if not blocks:
-        w13, w2 = swapped_and_aligned(config, w13, w2, gated)
         if is_trtllm:
             assert w13_input_scale is not None and w2_input_scale is not None
+        # The kernel's order is one of two projections, which have been swapped.
+        at_once = is_trtllm and gated == swap
+        w13, w2 = swapped_and_aligned(config, w13, w2, gated, shuffle=at_once)
+        if is_trtllm and not at_once:
             rotate_weights_for_fi_trtllm_fp8_per_tensor_moe(w13, w2, gated)
         return w13, w2, w13_scale, w2_scale
 

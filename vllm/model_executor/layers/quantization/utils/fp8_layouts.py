@@ -32,9 +32,10 @@ def aligned_intermediate(w2: torch.Tensor, gated: bool) -> int:
 
 
 def swapped_and_aligned(
-    config, w13: torch.Tensor, w2: torch.Tensor, gated: bool
+    config, w13: torch.Tensor, w2: torch.Tensor, gated: bool, shuffle: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[up; gate] for [gate; up], each padded to `aligned_intermediate`."""
+    """[up; gate] for [gate; up], each padded to `aligned_intermediate`, and with
+    `shuffle` in the order of the TRT-LLM kernel."""
     swap = config.is_act_and_mul
     experts, hidden, intermediate = w2.shape
     aligned = aligned_intermediate(w2, gated)
@@ -43,12 +44,18 @@ def swapped_and_aligned(
     check_experts("w2", w2)
     if aligned != intermediate:
         log_padding("intermediate", intermediate, aligned)
-    up = layout_of("w13", w13, halves=halves, padded_half=aligned, swap=swap)
-    down = layout_of("w2", w2, padded_row_bytes=aligned * w2.element_size())
+    down = dict(padded_row_bytes=aligned * w2.element_size())
+    up = dict(halves=halves, padded_half=aligned, swap=swap)
+    if shuffle:
+        check_fp8("w13", w13)
+        check_fp8("w2", w2)
+        down |= dict(epilogue_tile_m=128)
+        up |= dict(epilogue_tile_m=128, interleave=gated)
+    layouts = layout_of("w13", w13, **up), layout_of("w2", w2, **down)
     results = [w13, w2]
     steps = [
         (weight, layout, weight.dtype)
-        for weight, layout in ((w13, up), (w2, down))
+        for weight, layout in zip(results, layouts, strict=True)
         if not layout.is_identity
     ]
     for (weight, _, _), result in zip(steps, convert_layer(*steps), strict=True):
