@@ -172,14 +172,15 @@ def small_cards() -> str:
 
 def conversions() -> str:
     """Conversions of one layer, each figure beside the release's: live bytes at most in
-    multiples of the layer, and the time, also as a multiple of copying the layer once.
-    Measured on earlier builds; docs/conversions.md says what has changed since."""
+    multiples of the layer, and the time, also as a multiple of copying the layer once;
+    of the fork's time also what the GPU was at work."""
     head = (
         "conversion",
         "MiB",
         "live",
         "release",
         "ms",
+        "at work",
         "release",
         "copies",
         "release",
@@ -193,6 +194,7 @@ def conversions() -> str:
                 row["live"],
                 row["stock_live"],
                 row["ms"],
+                row["kernels_ms"],
                 row["stock_ms"],
                 row["copy_ratio"],
                 row["stock_copy_ratio"],
@@ -205,15 +207,49 @@ def conversions() -> str:
 def fidelity() -> str:
     """Loads that were both measured and rehearsed; the last measurement counts."""
     measured = {(model(r), r["mode"]): r for r in read("engine.jsonl") if not r["card"]}
-    head = ("model", "mode", "peak, measured", "rehearsed", "after load", "rehearsed")
-    rows = []
+    three = ("measured", "rehearsed", "uncalibrated")
+    head = ("model", "mode", *(f"peak, {n}" for n in three), "after load", *three[1:])
+    rehearsed: dict[tuple[str, str], dict[bool, Row]] = {}
     for row in read("rehearsed.jsonl"):
-        real = measured.get((model(row), row["mode"]))
-        if real is not None:
-            peaks = (real["load_peak"], row["load_peak"])
-            after = (real["after_load"], row["after_load"])
-            rows.append((model(row), row["mode"], *peaks, *after))
+        by_kind = rehearsed.setdefault((model(row), row["mode"]), {})
+        by_kind["uncalibrated" in row] = row
+    rows = []
+    for key, by_kind in rehearsed.items():
+        if key in measured:
+            found = measured[key], by_kind[False], by_kind[True]
+            figures = (r[name] for name in ("load_peak", "after_load") for r in found)
+            rows.append((*key, *figures))
     return table(head, sorted(rows))
+
+
+def layer_fidelity() -> str:
+    """Loads of layers on a real and on the simulated card; sizes in GiB."""
+    head = (
+        "free",
+        "pool",
+        "split 20",
+        "build",
+        "loads",
+        "peak",
+        "segments made, freed",
+        "rehearsed: loads",
+        "peak",
+        "segments",
+    )
+    rows = []
+    for row in read("layer_loads.jsonl"):
+        cells: list[Any] = [
+            row["free"],
+            "yes" if row["pool"] else "no",
+            "yes" if row["split"] else "no",
+            row["build"],
+        ]
+        for found in (row["real"], row["rehearsed"]):
+            verdict = "yes" if found["loads"] else "no"
+            segments = f"{found['num_device_alloc']}, {found['num_device_free']}"
+            cells += [verdict, f"{found['peak'] / 2**30:.3f}", segments]
+        rows.append(cells)
+    return table(head, rows)
 
 
 PAGES = {
@@ -226,7 +262,7 @@ PAGES = {
         ranks,
     ),
     "conversions.md": (conversions,),
-    "rehearsal.md": (fidelity,),
+    "rehearsal.md": (fidelity, layer_fidelity),
 }
 DOCS = RESULTS.parents[1] / "docs"
 FILES = {
@@ -238,6 +274,7 @@ FILES = {
     small_cards: ("engine.jsonl",),
     conversions: ("conversions.jsonl",),
     fidelity: ("engine.jsonl", "rehearsed.jsonl"),
+    layer_fidelity: ("layer_loads.jsonl",),
 }
 
 

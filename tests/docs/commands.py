@@ -128,7 +128,7 @@ def _parse(words: list[str]) -> None:
     answer = json.loads(done.stdout.splitlines()[-1])
     if answer["rest"]:
         _ask_vllm(["engine", "--model=m", *[w for w in answer["rest"] if w != "--"]])
-    if answer["command"]:
+    if isinstance(answer["command"], list):  # a command after --, no subcommand
         check([word for word in answer["command"] if word != "--"])
 
 
