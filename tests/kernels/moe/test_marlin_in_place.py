@@ -173,7 +173,7 @@ def test_repack_on_gpu(bits):
     size_n, size_k = 1536, 2048 * 8 // bits
     own = torch.nn.Parameter(weight.clone(), requires_grad=False)
     result = marlin_in_place.repack_by_triton(own, size_n, size_k, bits)
-    assert result.data_ptr() == own.data_ptr()
+    assert result is not None and result.data_ptr() == own.data_ptr()
     for expert, words in zip(weight, result, strict=True):
         packed = expert.view(torch.int32).T.contiguous()
         assert torch.equal(
