@@ -6,13 +6,12 @@
 SHAPE is a name in benchmarks/shapes or a folder with a config.json. It measures the
 ``vllm`` that Python imports, stock or fork, and prints one line of JSON last. Sizes are
 GiB above what the process takes before the engine starts. A smaller card is emulated by
-occupying the rest. Dummy weights are seeded by name, so their digests compare between
-runs.
+occupying the rest. Dummy weights are seeded by name, so the digest of what the model
+holds (contents.py) compares between runs.
 """
 
 import argparse
 import functools
-import hashlib
 import importlib
 import json
 import os
@@ -28,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import contents
 from small_card import GIB, leave_free
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
@@ -195,39 +195,10 @@ def scrub_on_wake() -> Callable[[], int]:
     return lambda: scrubbed[0]
 
 
-def digests(llm: Any) -> list[str]:
-    """One for each rank, of all its weights."""
-    return [
-        hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
-        for sums in llm.collective_rpc("compute_weight_checksums")
-    ]
-
-
 def digest(llm: Any) -> str:
-    [only] = digests(llm)
-    return only
-
-
-def weight_sums(worker: Any) -> dict[str, int]:
-    """For each weight a sum of its words, each times an odd factor of its position.
-
-    It is computed on the device, in seconds; vLLM's own checksums go through the host,
-    which takes a minute for 50 GiB.
-    """
-    import torch
-
-    sums = {}
-    model = worker.model_runner.model
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        words = data[: data.numel() // 8 * 8].view(torch.int64)
-        total = int(data[words.numel() * 8 :].sum()) if data.numel() % 8 else 0
-        for start in range(0, words.numel(), 1 << 26):
-            part = words[start : start + (1 << 26)]
-            factor = torch.arange(start, start + part.numel(), device=part.device)
-            total += int((factor.mul_(2).add_(1)).mul_(part).sum())
-        sums[name] = total % 2**64
-    return sums
+    """Of vLLM's checksums: parameters alone, through the host."""
+    [sums] = llm.collective_rpc("compute_weight_checksums")
+    return contents.digest(sums)
 
 
 def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> None:
@@ -250,10 +221,15 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
     if args.quantization:
         options["quantization"] = args.quantization
     llm = LLM(**options)
-    result["digest"] = digest(llm)
+    on_host = bool(simulated_card())
+    if on_host:
+        llm.collective_rpc(contents.fill)
+    [sums] = llm.collective_rpc(contents.sums, args=(on_host,))
+    result["contents"] = contents.digest(sums)
+    if args.checksums:
+        result["digest"] = digest(llm)
     if not args.sleep:
         return
-    sums = llm.collective_rpc(weight_sums)
     scrubbed = scrub_on_wake()
     result["cycles"] = []
     for _ in range(args.cycles):
@@ -269,9 +245,11 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
         torch.cuda.synchronize()
         row["wake_s"] = round(time.perf_counter() - start, 2)
         row["awake"] = meter.used()
-        row["same_digest"] = llm.collective_rpc(weight_sums) == sums
+        found = llm.collective_rpc(contents.sums, args=(on_host,))
+        row["same_contents"] = found == [sums]
         result["cycles"].append(row)
-    result["same_digest"] = digest(llm) == result["digest"]
+    if args.checksums:
+        result["same_digest"] = digest(llm) == result["digest"]
     result["scrubbed"] = scrubbed()
 
 
@@ -288,6 +266,7 @@ def parser() -> argparse.ArgumentParser:
     add("--utilization", type=float, default=0.9, help="of the (smaller) card")
     add("--quantization", help="vLLM's argument, such as fp8")
     add("--load-only", action="store_true", help="stop after the weights")
+    add("--checksums", action="store_true", help="also vLLM's own, slow, of parameters")
     add("--serve", action="store_true", help="a run per line of standard input")
     return parser
 

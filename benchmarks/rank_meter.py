@@ -5,8 +5,9 @@
 import functools
 from typing import Any
 
+import contents
 import torch
-from engine_load import Meter, weight_sums
+from engine_load import Meter, simulated_card
 from small_card import GIB, leave_free
 
 from vllm.v1.worker.gpu_worker import Worker
@@ -24,7 +25,12 @@ class RankMeter:
         return self._sleepload_meter.used()
 
     def sleepload_sums(self) -> dict[str, int]:
-        return weight_sums(self)
+        return contents.sums(self, on_host=bool(simulated_card()))
+
+    def sleepload_fill(self) -> None:
+        """Make contents where no kernel has made any."""
+        if simulated_card():
+            contents.fill(self)
 
     def sleepload_take(self, rank: int, card: float) -> None:
         """Leave this many GiB free on one rank's GPU."""

@@ -21,11 +21,11 @@ import time
 import traceback
 from typing import Any
 
+import contents
 from engine_load import (
     ENGINE_OPTIONS,
     ENVIRONMENT,
     capability_without_cuda,
-    digests,
     model_folder,
 )
 
@@ -41,10 +41,9 @@ SHORT_OF_MEMORY_GIB = 1.0
 """What a rank that is to fail its wake has free."""
 
 
-def fail_a_wake(llm: Any, rank: int) -> dict[str, Any]:
+def fail_a_wake(llm: Any, rank: int, expected: list[Any]) -> dict[str, Any]:
     """One rank has no memory to wake with; then it has."""
     row: dict[str, Any] = {"rank": rank}
-    expected = llm.collective_rpc("sleepload_sums")
     llm.sleep(level=1)
     llm.collective_rpc("sleepload_take", args=(rank, SHORT_OF_MEMORY_GIB))
     try:
@@ -56,7 +55,7 @@ def fail_a_wake(llm: Any, rank: int) -> dict[str, Any]:
     llm.collective_rpc("sleepload_give", args=(rank,))
     llm.wake_up()
     row["used_after_repeat"] = llm.collective_rpc("sleepload_used")
-    row["same_digests"] = llm.collective_rpc("sleepload_sums") == expected
+    row["same_contents"] = llm.collective_rpc("sleepload_sums") == expected
     return row
 
 
@@ -86,7 +85,9 @@ def load(args: argparse.Namespace) -> Any:
 def measure_engine(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     ranks = llm.collective_rpc("sleepload_figures")
     result |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
-    before = result["digests"] = digests(llm)
+    llm.collective_rpc("sleepload_fill")
+    before = llm.collective_rpc("sleepload_sums")
+    result["contents"] = [contents.digest(sums) for sums in before]
     if not args.sleep:
         return
     result["cycles"] = []
@@ -104,11 +105,11 @@ def measure_engine(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -
             "awake": llm.collective_rpc("sleepload_used"),
         }
         result["cycles"].append(row)
+    result["same_contents"] = llm.collective_rpc("sleepload_sums") == before
     if args.fail_wake:
         result["failed_wakes"] = [
-            fail_a_wake(llm, rank) for rank in range(args.tensor_parallel_size)
+            fail_a_wake(llm, rank, before) for rank in range(args.tensor_parallel_size)
         ]
-    result["same_digests"] = digests(llm) == before
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

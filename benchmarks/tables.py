@@ -96,19 +96,19 @@ def ranks() -> str:
     )
     lines = []
     for row in sorted(read("ranks.jsonl"), key=model):
-        for rank, digest in enumerate(row["digests"]):
+        for rank, digest in enumerate(row.get("contents") or row["digests"]):
             figures = [row[k][rank] for k in ("load_peak", "after_load", "kv_cache")]
             cycles = row["cycles"] if isinstance(row["cycles"], list) else []
             same = asleep = failed = "-"
             if cycles:
                 same = (
-                    f"{len(cycles)}, {'equal' if row['same_digests'] else 'DIFFERENT'}"
+                    f"{len(cycles)}, {'equal' if same_contents(row) else 'DIFFERENT'}"
                 )
                 asleep = second_and_last([cycle["asleep"][rank] for cycle in cycles])
             for wake in row.get("failed_wakes", ()):
                 if wake["rank"] == rank:
                     told = "reported" if wake["error"] else "NOT REPORTED"
-                    mended = wake["same_digests"] and "both ranks woke at the repeat"
+                    mended = same_contents(wake) and "both ranks woke at the repeat"
                     failed = f"{told}; {mended or 'NOT MENDED'}"
             mode = row["mode"]
             sleeps = (same, asleep, failed)
@@ -140,13 +140,21 @@ def whole_card() -> str:
         cycles = row.get("cycles") if row["sleep"] and not row["load_only"] else None
         same = asleep = "-"
         if cycles:
-            kept = sum(cycle["same_digest"] for cycle in cycles)
+            kept = sum(map(same_contents, cycles)) if same_contents(row) else "NONE"
             same = f"{kept} of {len(cycles)} equal"
             asleep = second_and_last([cycle["asleep"] for cycle in cycles])
         mode = row["mode"] + (" *" if row.get("patches") else "")
         figures = (row["load_peak"], row["after_load"], row.get("kv_cache", "-"))
-        rows.append((model(row), mode, *figures, row.get("digest", "-"), same, asleep))
+        digest = row.get("contents", row.get("digest", "-"))
+        rows.append((model(row), mode, *figures, digest, same, asleep))
     return table(head, sorted(rows, key=lambda row: row[0]))
+
+
+def same_contents(row: Row) -> bool:
+    """Whether nothing had changed: what the model holds, or in earlier rows what vLLM's
+    checksums cover."""
+    names = ("same_contents", "same_digest", "same_digests")
+    return all(row[name] for name in names if name in row)
 
 
 def second_and_last(asleep: Sequence[float]) -> str:
@@ -173,7 +181,8 @@ def small_cards() -> str:
 def conversions() -> str:
     """Conversions of one layer, each figure beside the release's: live bytes at most in
     multiples of the layer, and the time, also as a multiple of copying the layer once;
-    of the fork's time also what the GPU was at work."""
+    of the fork's time also what the GPU was at work. Of the release the fastest of
+    three runs."""
     head = (
         "conversion",
         "MiB",
@@ -215,7 +224,7 @@ def fidelity() -> str:
         by_kind["uncalibrated" in row] = row
     rows = []
     for key, by_kind in rehearsed.items():
-        if key in measured:
+        if key in measured and len(by_kind) == 2:
             found = measured[key], by_kind[False], by_kind[True]
             figures = (r[name] for name in ("load_peak", "after_load") for r in found)
             rows.append((*key, *figures))
@@ -278,17 +287,26 @@ FILES = {
 }
 
 
+def _gpus(row: Row) -> str:
+    many = row.get("tensor_parallel_size", 1)
+    return f"one {row['gpu']}" if many == 1 else f"{many} of {row['gpu']}"
+
+
 def provenance(make: Callable[[], str]) -> list[str]:
     """On what the rows of a table ran, one paragraph each: measured or rehearsed, the
     card (or that it was simulated), torch, and the commands, one a line."""
     lines = []
     for name in FILES[make]:
         rows = read(name)
-        for gpu, torch in sorted({(row["gpu"], row["torch"]) for row in rows}):
-            same = [r for r in rows if (r["gpu"], r["torch"]) == (gpu, torch)]
-            how = "Rehearsed" if gpu.startswith("simulated") else "Measured"
-            commands = dict.fromkeys(f"    {row['command']}" for row in same)
-            said = f"{how} on one {gpu}, torch {torch}:"
+        for gpu, torch in sorted({(_gpus(row), row["torch"]) for row in rows}):
+            same = [r for r in rows if (_gpus(r), r["torch"]) == (gpu, torch)]
+            how = "Rehearsed" if "simulated" in gpu else "Measured"
+            commands = dict.fromkeys(
+                f"    {command}"
+                for row in same
+                for command in (row["command"], *row.get("also", ()))
+            )
+            said = f"{how} on {gpu}, torch {torch}:"
             lines.append("\n\n".join([said, "\n".join(commands)]))
     return lines
 

@@ -36,8 +36,8 @@ def row():
 
 
 def test_cycles_keep_the_weights_and_leave_nothing_behind(row):
-    assert len(set(row["digests"])) == 2, "two ranks hold different shards"
-    assert row["same_digests"]
+    assert len(set(row["contents"])) == 2, "two ranks hold different shards"
+    assert row["same_contents"]
     asleep = [cycle["asleep"] for cycle in row["cycles"]]
     assert asleep[1] == asleep[2]
     assert all(a < b for a, b in zip(asleep[1], row["after_load"], strict=True))
@@ -53,4 +53,4 @@ def test_one_rank_fails_its_wake_and_the_same_call_recovers_both(row, rank):
         awake[1 - rank], abs=NEARLY
     ), "the answer of the rank that woke"
     assert wake["used_after_repeat"] == pytest.approx(awake, abs=NEARLY)
-    assert wake["same_digests"]
+    assert wake["same_contents"]

@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.layers.quantization.utils.weight_permutation import use_triton
 from vllm.utils.torch_utils import PIN_MEMORY
 
-# How large a part of a tensor scratch is; it is at most 2 % of a layer.
+# How large a part of a tensor scratch is: at most 2 % of a layer, or one expert.
 WEIGHT_PARTS, SCALE_PARTS = 40, 4
 SCAN_PARTS = 16  # of unusual scales, one is looked at at a time
 

@@ -359,6 +359,9 @@ def _moves(spec: Spec, cell_bytes: int, cells: int) -> Moves:
 
 def can_expand(conversion: Conversion) -> bool:
     """Whether a tensor with room behind it can be padded where it is."""
+    if torch.version.hip is not None:
+        # Loads of other wavefronts may still be under way behind a barrier there.
+        return False
     if conversion.shape[1] > expand_rows_triton.MAX_ROW_BYTES:
         return False
     return conversion.tiling is ROW_MAJOR or block_tiling_triton.fits(conversion)
