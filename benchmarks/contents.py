@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of everything that a loaded model holds on its device, computed there.
+"""Digests of everything that a loaded model holds on its device, computed there.
 
 vLLM's own checksums cover parameters alone, and go through the host. MoE methods keep
 what they have converted as plain attributes, such as the wrapped tensors of
 triton_kernels, so attributes are followed here. On a simulated card, where kernels do
-nothing, sums are of copies on the host, and `fill` writes something to sum.
+nothing, digests are of copies on the host, and `make` writes something to digest.
 """
 
 import hashlib
@@ -13,8 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-CHUNK = 1 << 26
-"""Words that are summed at a time."""
+from small_card import simulated_card
 
 FOLLOWED = ("vllm.model_executor", "triton_kernels", "vllm.third_party")
 """Modules whose objects are followed, beside containers and layers."""
@@ -57,25 +56,34 @@ def _is_followed(value: Any) -> bool:
     return type(value).__module__.startswith(FOLLOWED)
 
 
-def word_sum(tensor: Any, on_host: bool = False) -> int:
-    """Of the tensor's bytes as words of eight, each times an odd factor of its
-    position, modulo 2**64."""
+def tensor_digest(tensor: Any) -> str:
+    """128 bits of the bytes of a tensor, computed where it lies.
+
+    Two sums, modulo 2**64, of the words times odd factors that depend on the
+    position: hashing a GiB on the host would take longer than all conversions.
+    """
     import torch
 
-    tensor = tensor.detach()
-    data = (tensor.cpu() if on_host else tensor).contiguous()
-    data = data.reshape(-1).view(torch.uint8)
+    plain = tensor.detach().contiguous()
+    data = plain.reshape(-1).view(torch.uint8)
     if data.data_ptr() % 8:
         data = data.clone()
-    whole = data.numel() // 8 * 8
-    tail = data[whole:].tolist()
-    total = int.from_bytes(bytes(tail), "little") * (whole // 4 + 1)
-    words = data[:whole].view(torch.int64)
-    for start in range(0, words.numel(), CHUNK):
-        part = words[start : start + CHUNK]
-        factor = torch.arange(start, start + part.numel(), device=part.device)
-        total += int((factor.mul_(2).add_(1)).mul_(part).sum())
-    return total % 2**64
+    tail = -data.numel() % 8
+    whole = data[: data.numel() - data.numel() % 8]
+    if tail:
+        rest = torch.cat((data[whole.numel() :], data.new_zeros(tail)))
+    else:
+        rest = data[:0]
+    sums = [0, 0]
+    position = 0
+    for part in (*whole.view(torch.int64).split(1 << 22), rest.view(torch.int64)):
+        index = torch.arange(position, position + len(part), device=part.device)
+        position += len(part)
+        for i, factor in enumerate((-0x61C8864680B583EB, 0x2545F4914F6CDD1D)):
+            weight = (index + 1) * factor
+            weight = (weight ^ ((weight >> 29) & 0x7FFFFFFFF)) * (factor | 5)
+            sums[i] += int(((part ^ weight) * (weight | 1)).sum())
+    return "".join(f"{value % 2**64:016x}" for value in (*sums, data.numel()))
 
 
 def fill(worker: Any) -> None:
@@ -91,12 +99,20 @@ def fill(worker: Any) -> None:
         data.copy_(torch.randint(256, data.shape, generator=made, dtype=torch.uint8))
 
 
-def sums(worker: Any, on_host: bool = False) -> dict[str, int]:
+def make(worker: Any) -> None:
+    """`fill`, where no kernel has made any contents."""
+    if simulated_card():
+        fill(worker)
+
+
+def digests(worker: Any) -> dict[str, str]:
     """Of what the worker's model holds, by path; for `collective_rpc`."""
-    found = tensors(worker.model_runner.model)
-    return {name: word_sum(tensor, on_host) for name, tensor in found}
+    found = dict(tensors(worker.model_runner.model))
+    if simulated_card():
+        found = {name: tensor.cpu() for name, tensor in found.items()}
+    return {name: tensor_digest(tensor) for name, tensor in found.items()}
 
 
-def digest(found: dict[str, int]) -> str:
-    """Of all sums, the same in another process that has loaded the same weights."""
+def digest(found: dict[str, str]) -> str:
+    """Of all digests, the same in another process that has loaded the same weights."""
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:16]

@@ -95,32 +95,6 @@ def storage_bytes(*values: Any) -> int:
     return sum(seen.values())
 
 
-def digest_on_device(tensor: torch.Tensor) -> str:
-    """128 bits of the bytes of a tensor, computed where it lies.
-
-    Two sums, modulo 2**64, of the words times odd factors that depend on the
-    position: hashing a GiB on the host would take longer than all conversions.
-    """
-    plain = tensor.detach().contiguous()
-    data = plain.reshape(-1).view(torch.uint8)
-    tail = -data.numel() % 8
-    whole = data[: data.numel() - data.numel() % 8]
-    if tail:
-        rest = torch.cat((data[whole.numel() :], data.new_zeros(tail)))
-    else:
-        rest = data[:0]
-    sums = [0, 0]
-    position = 0
-    for part in (*whole.view(torch.int64).split(1 << 22), rest.view(torch.int64)):
-        index = torch.arange(position, position + len(part), device=part.device)
-        position += len(part)
-        for i, factor in enumerate((-0x61C8864680B583EB, 0x2545F4914F6CDD1D)):
-            weight = (index + 1) * factor
-            weight = (weight ^ ((weight >> 29) & 0x7FFFFFFFF)) * (factor | 5)
-            sums[i] += int(((part ^ weight) * (weight | 1)).sum())
-    return "".join(f"{value % 2**64:016x}" for value in (*sums, data.numel()))
-
-
 class Worker:
     """Runs cases with the vllm that this process imports."""
 
@@ -129,7 +103,11 @@ class Worker:
         self.cuda = device == "cuda"
         self.cases = load_cases_module()
         if self.cuda:
-            self.cases.digest = digest_on_device
+            # This script runs without its folder in the path.
+            sys.path.append(str(Path(__file__).parent))
+            from contents import tensor_digest
+
+            self.cases.digest = tensor_digest
         else:
             # One thread: parallel copies of a few MiB vary tenfold on a busy machine.
             torch.set_num_threads(1)

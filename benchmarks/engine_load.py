@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import contents
-from small_card import GIB, leave_free
+from small_card import GIB, leave_free, simulated_card
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
 ENVIRONMENT = {
@@ -109,14 +109,6 @@ class Meter:
         self._sampled = self.used()
         if self._card:
             self._card.peak(self._device, reset=True)
-
-
-def simulated_card() -> Any:
-    """The module that asks the simulated card of this process; None on a real card."""
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from tools.rehearsal import card
-
-    return card if card.is_simulated() else None
 
 
 def model_folder(shape: str, layers: int | None) -> str:
@@ -221,11 +213,9 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
     if args.quantization:
         options["quantization"] = args.quantization
     llm = LLM(**options)
-    on_host = bool(simulated_card())
-    if on_host:
-        llm.collective_rpc(contents.fill)
-    [sums] = llm.collective_rpc(contents.sums, args=(on_host,))
-    result["contents"] = contents.digest(sums)
+    llm.collective_rpc(contents.make)
+    before = llm.collective_rpc(contents.digests)
+    [result["contents"]] = map(contents.digest, before)
     if args.checksums:
         result["digest"] = digest(llm)
     if not args.sleep:
@@ -245,8 +235,7 @@ def measure(args: argparse.Namespace, meter: Meter, result: dict[str, Any]) -> N
         torch.cuda.synchronize()
         row["wake_s"] = round(time.perf_counter() - start, 2)
         row["awake"] = meter.used()
-        found = llm.collective_rpc(contents.sums, args=(on_host,))
-        row["same_contents"] = found == [sums]
+        row["same_contents"] = llm.collective_rpc(contents.digests) == before
         result["cycles"].append(row)
     if args.checksums:
         result["same_digest"] = digest(llm) == result["digest"]

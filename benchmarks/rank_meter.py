@@ -7,7 +7,7 @@ from typing import Any
 
 import contents
 import torch
-from engine_load import Meter, simulated_card
+from engine_load import Meter
 from small_card import GIB, leave_free
 
 from vllm.v1.worker.gpu_worker import Worker
@@ -24,13 +24,11 @@ class RankMeter:
     def sleepload_used(self) -> float:
         return self._sleepload_meter.used()
 
-    def sleepload_sums(self) -> dict[str, int]:
-        return contents.sums(self, on_host=bool(simulated_card()))
+    def sleepload_make_contents(self) -> None:
+        contents.make(self)
 
-    def sleepload_fill(self) -> None:
-        """Make contents where no kernel has made any."""
-        if simulated_card():
-            contents.fill(self)
+    def sleepload_digests(self) -> dict[str, str]:
+        return contents.digests(self)
 
     def sleepload_take(self, rank: int, card: float) -> None:
         """Leave this many GiB free on one rank's GPU."""

@@ -55,7 +55,7 @@ def fail_a_wake(llm: Any, rank: int, expected: list[Any]) -> dict[str, Any]:
     llm.collective_rpc("sleepload_give", args=(rank,))
     llm.wake_up()
     row["used_after_repeat"] = llm.collective_rpc("sleepload_used")
-    row["same_contents"] = llm.collective_rpc("sleepload_sums") == expected
+    row["same_contents"] = llm.collective_rpc("sleepload_digests") == expected
     return row
 
 
@@ -85,9 +85,9 @@ def load(args: argparse.Namespace) -> Any:
 def measure_engine(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
     ranks = llm.collective_rpc("sleepload_figures")
     result |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
-    llm.collective_rpc("sleepload_fill")
-    before = llm.collective_rpc("sleepload_sums")
-    result["contents"] = [contents.digest(sums) for sums in before]
+    llm.collective_rpc("sleepload_make_contents")
+    before = llm.collective_rpc("sleepload_digests")
+    result["contents"] = [contents.digest(found) for found in before]
     if not args.sleep:
         return
     result["cycles"] = []
@@ -105,7 +105,7 @@ def measure_engine(llm: Any, args: argparse.Namespace, result: dict[str, Any]) -
             "awake": llm.collective_rpc("sleepload_used"),
         }
         result["cycles"].append(row)
-    result["same_contents"] = llm.collective_rpc("sleepload_sums") == before
+    result["same_contents"] = llm.collective_rpc("sleepload_digests") == before
     if args.fail_wake:
         result["failed_wakes"] = [
             fail_a_wake(llm, rank, before) for rank in range(args.tensor_parallel_size)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A smaller card than the real one, by occupying the rest."""
+"""A smaller card than the real one, by occupying the rest; and a simulated one."""
 
 import ctypes
+import sys
+from pathlib import Path
+from typing import Any
 
 GIB = 1 << 30
 
@@ -32,3 +35,11 @@ def leave_free(card: float) -> Ballast:
     if size <= 0 or code:
         raise RuntimeError(f"cannot leave {card} GiB of the card: error {code}")
     return Ballast(runtime, address.value)
+
+
+def simulated_card() -> Any:
+    """The module that asks the simulated card of this process; None on a real card."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tools.rehearsal import card
+
+    return card if card.is_simulated() else None

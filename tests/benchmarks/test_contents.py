@@ -54,26 +54,26 @@ def test_each_tensor_counts_once():
 @pytest.mark.parametrize(
     "change", ["byte", "swapped words", "swapped bytes at the end"]
 )
-def test_a_change_changes_the_sum(change):
+def test_a_change_changes_the_digest(change):
     data = torch.randint(0, 256, (8 * 9 + 3,), dtype=torch.uint8)
     data[:16] = torch.arange(16)
     data[-2:] = torch.tensor([1, 2])
-    before = contents.word_sum(data)
+    before = contents.tensor_digest(data)
     if change == "byte":
         data[20] ^= 1
     elif change == "swapped words":
         data[:16] = data[:16].roll(8)
     else:
         data[-2:] = data[-2:].flip(0)
-    assert contents.word_sum(data) != before
+    assert contents.tensor_digest(data) != before
 
 
 def test_tensors_at_odd_addresses_and_strided_ones():
     base = torch.randint(0, 256, (6, 8), dtype=torch.uint8)
-    assert contents.word_sum(base.view(-1)[3:]) == contents.word_sum(
+    assert contents.tensor_digest(base.view(-1)[3:]) == contents.tensor_digest(
         base.view(-1)[3:].clone()
     )
-    assert contents.word_sum(base.T) == contents.word_sum(base.T.contiguous())
+    assert contents.tensor_digest(base.T) == contents.tensor_digest(base.T.contiguous())
 
 
 def test_made_contents_depend_on_name_and_rank():
@@ -82,7 +82,7 @@ def test_made_contents_depend_on_name_and_rank():
         one = worker(layer)
         one.rank = rank
         contents.fill(one)
-    first, same, other = (contents.sums(worker(layer)) for layer in layers)
+    first, same, other = (contents.digests(worker(layer)) for layer in layers)
     assert first == same
     assert all(first[name] != other[name] for name in first)
     assert contents.digest(first) != contents.digest(other)

@@ -179,7 +179,10 @@ class Launch:
 
     """
 
-    flags = 0
+    kernel: Any
+    grid: tuple[int]
+    sizes: tuple[int, ...]
+    flags: int
     """How many int32 zeros a launch needs: a multiple of 16 bytes."""
 
     def __init__(
@@ -209,42 +212,35 @@ class Launch:
             num_warps=8,
         )
 
-    @staticmethod
-    def _aligned(flags: int) -> int:
-        return (flags + 3) // 4 * 4
+    def __call__(self, memory: torch.Tensor, flags: torch.Tensor) -> None:
+        """Move the rows that `memory` begins with; `flags` are zeros."""
+        self.kernel[self.grid](
+            memory, flags, *self.tables, *self.sizes, **self.constants
+        )
 
 
 class Expansion(Launch):
     """`_expand_rows` of all of `experts`; its tables are from_rows and to_rows."""
+
+    kernel = _expand_rows
 
     def __init__(self, experts: int, *args: Any):
         super().__init__(*args)
         rows, source_rows, *_ = self.shape
         groups = triton.cdiv(experts * rows, self.group_rows)
         self.grid = (groups,)
-        self.flags = self._aligned(1 + groups)
+        self.flags = -(-(1 + groups) // 4) * 4
         self.sizes = groups, experts * rows, experts * source_rows, *self.shape
-
-    def __call__(self, memory: torch.Tensor, flags: torch.Tensor) -> None:
-        """Pad the source at the beginning of `memory`; `flags` are zeros."""
-        _expand_rows[self.grid](
-            memory, flags, *self.tables, *self.sizes, **self.constants
-        )
 
 
 class Placement(Launch):
     """`_place_rows` of the experts from `first` on; its table is from_rows."""
 
+    kernel = _place_rows
+
     def __init__(self, experts: int, first: int, *args: Any):
         super().__init__(*args)
         groups = triton.cdiv(self.shape[0], self.group_rows)
         self.grid = (groups * (experts - first),)
-        self.flags = self._aligned(1 + experts)
+        self.flags = -(-(1 + experts) // 4) * 4
         self.sizes = experts, groups, *self.shape
-
-    def __call__(self, memory: torch.Tensor, flags: torch.Tensor) -> None:
-        """Place the rows of the source at the beginning of `memory`; `flags` are
-        zeros."""
-        _place_rows[self.grid](
-            memory, flags, *self.tables, *self.sizes, **self.constants
-        )

@@ -15,14 +15,19 @@ WEIGHT_PARTS, SCALE_PARTS = 40, 4
 SCAN_PARTS = 16  # of unusual scales, one is looked at at a time
 
 
+def is_layers_own(weight: torch.Tensor) -> bool:
+    """Whether the weight may be overwritten: a contiguous parameter belongs to its
+    layer, which is about to replace it."""
+    return isinstance(weight, torch.nn.Parameter) and weight.is_contiguous()
+
+
 def repack_experts(
     weight: torch.Tensor, repack: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Repack every expert and stack the results.
 
-    A parameter that is contiguous belongs to its layer, which is about to replace it:
-    its storage takes the results when they have its size. A plain tensor is left
-    intact.
+    The storage of the layer's own weight takes the results when they have its size. A
+    plain tensor is left intact.
 
     Args:
         weight: [experts, rows, columns].
@@ -35,11 +40,8 @@ def repack_experts(
     first = repack(weight[0])
     experts, data = weight.shape[0], weight.data
     expert_bytes = data[0].numel() * data.element_size()
-    if (
-        isinstance(weight, torch.nn.Parameter)
-        and weight.is_contiguous()
-        and first.numel() * first.element_size() == expert_bytes
-    ):
+    fits = first.numel() * first.element_size() == expert_bytes
+    if is_layers_own(weight) and fits:
         out = data.view(experts, -1).view(first.dtype).view(experts, *first.shape)
     else:
         out = first.new_empty((experts, *first.shape))
@@ -53,9 +55,9 @@ def repack_experts(
 
 def writable(weight: torch.Tensor) -> torch.Tensor:
     """The bytes of a weight where they may be converted in place: uint8 [experts, rows,
-    bytes], the parameter's own if it is contiguous, else a copy."""
+    bytes], the layer's own or a copy."""
     data = weight.data.view(torch.uint8)
-    if isinstance(weight, torch.nn.Parameter) and weight.is_contiguous():
+    if is_layers_own(weight):
         return data
     return data.clone(memory_format=torch.contiguous_format)
 

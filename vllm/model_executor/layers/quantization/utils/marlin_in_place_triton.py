@@ -13,6 +13,8 @@ a warp holds, of inputs 2t, 2t + 1, 2t + 8 and 2t + 9, output c of each of the e
 groups of eight.
 """
 
+from typing import Any
+
 import torch
 
 from vllm.triton_utils import tl, triton
@@ -48,11 +50,32 @@ def _done(count):
 
 
 @triton.jit
-def _copy_back(packed, place, piece, size, SIZE: tl.constexpr):
+def _places(memory, scratch, counts, expert, experts, slots, size):
+    """Of an expert its place and its slot, and the counts of its pieces that were
+    packed and that were copied back."""
+    place = memory + expert.to(tl.int64) * size
+    slot = scratch + (expert % slots).to(tl.int64) * size
+    packed = counts + 1 + expert
+    return place, slot, packed, packed + experts
+
+
+@triton.jit
+def _pack(cell, value, inside, expert, packed, copied, pieces, slots):
+    """Store what was loaded, once the expert before has left the slot."""
+    if expert >= slots:
+        _wait(copied - slots, pieces)
+    tl.store(cell, value, inside)
+    _done(packed)
+
+
+@triton.jit
+def _copy_back(slot, place, piece, size, packed, copied, pieces, SIZE: tl.constexpr):
+    _wait(packed, pieces)
     index = piece * SIZE + tl.arange(0, SIZE)
     # Not through a cache that may hold the expert that was in the slot before.
-    value = tl.load(packed + index, index < size, cache_modifier=".cg")
+    value = tl.load(slot + index, index < size, cache_modifier=".cg")
     tl.store(place + index, value, index < size)
+    _done(copied)
 
 
 @triton.jit
@@ -114,24 +137,19 @@ def _repack(
     packs, expert, piece = _take_turn(counts, pieces, slots)
     if expert < experts:
         size = tiles * words
-        place = weight + expert.to(tl.int64) * size
-        slot = scratch + (expert % slots).to(tl.int64) * size
-        packed = counts + 1 + expert
-        copied = packed + experts
+        place, slot, packed, copied = _places(
+            weight, scratch, counts, expert, experts, slots, size
+        )
         if packs:
             across = (words + WORDS - 1) // WORDS
             tile = piece // across * TILES + tl.arange(0, TILES)[:, None]
             word = piece % across * WORDS + tl.arange(0, WORDS)[None, :]
             inside = (tile < tiles) & (word < words)
             value = _packed_words(place, tile, word, row_words, inside, BITS)
-            if expert >= slots:
-                _wait(copied - slots, pieces)
-            tl.store(slot + tile * words + word, value, inside)
-            _done(packed)
+            cell = slot + tile * words + word
+            _pack(cell, value, inside, expert, packed, copied, pieces, slots)
         else:
-            _wait(packed, pieces)
-            _copy_back(slot, place, piece, size, TILES * WORDS)
-            _done(copied)
+            _copy_back(slot, place, piece, size, packed, copied, pieces, TILES * WORDS)
 
 
 @triton.jit
@@ -155,10 +173,9 @@ def _map_scales(
     packs, expert, piece = _take_turn(counts, pieces, slots)
     if expert < experts:
         size = outputs * groups
-        place = scales + expert.to(tl.int64) * size
-        slot = scratch + (expert % slots).to(tl.int64) * size
-        packed = counts + 1 + expert
-        copied = packed + experts
+        place, slot, packed, copied = _places(
+            scales, scratch, counts, expert, experts, slots, size
+        )
         if packs:
             across = (groups + GROUPS - 1) // GROUPS
             target = piece // across * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
@@ -170,28 +187,31 @@ def _map_scales(
             output = target // 64 * 64 + order // 8 + order % 8 * 8
             byte = tl.load(place + output * groups + group, inside, other=0)
             value = tl.load(table + byte.to(tl.int32), inside)
-            if expert >= slots:
-                _wait(copied - slots, pieces)
-            tl.store(slot + group * outputs + target, value, inside)
-            _done(packed)
+            cell = slot + group * outputs + target
+            _pack(cell, value, inside, expert, packed, copied, pieces, slots)
         else:
-            _wait(packed, pieces)
-            _copy_back(slot, place, piece, size, OUTPUTS * GROUPS)
-            _done(copied)
+            _copy_back(
+                slot, place, piece, size, packed, copied, pieces, OUTPUTS * GROUPS
+            )
 
 
-class _Slots:
-    """Scratch for some experts, and the counts of a launch."""
-
-    def __init__(self, experts: torch.Tensor, slots: int):
-        self.n = min(slots, len(experts))
-        self.scratch = experts.new_empty(self.n * experts[0].numel())
-        self.counts = torch.zeros(
-            1 + 2 * len(experts), dtype=torch.int32, device=experts.device
-        )
-
-    def grid(self, experts: int, pieces: int) -> tuple[int]:
-        return (pieces * (self.n + 2 * experts),)
+def _launch(
+    kernel: Any,
+    memory: torch.Tensor,
+    slots: int,
+    pieces: int,
+    *more: Any,
+    **constants: Any,
+) -> None:
+    """Launch a kernel that takes turns, over the experts in `memory`, of as many pieces
+    each, with `slots` of scratch."""
+    experts = len(memory)
+    slots = min(slots, experts)
+    scratch = memory.new_empty(slots * memory[0].numel())
+    counts = torch.zeros(1 + 2 * experts, dtype=torch.int32, device=memory.device)
+    kernel[(pieces * (slots + 2 * experts),)](
+        memory, scratch, counts, experts, pieces, slots, *more, **constants, num_warps=8
+    )
 
 
 def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
@@ -204,23 +224,10 @@ def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
     experts, outputs, row_bytes = weight.shape
     tiles, words = row_bytes // (2 * bits), outputs * bits // 2
     result = weight.view(experts, -1).view(torch.int32).view(experts, tiles, words)
-    slot = _Slots(result, slots)
     pieces = triton.cdiv(tiles, TILES) * triton.cdiv(words, WORDS)
-    _repack[slot.grid(experts, pieces)](
-        result,
-        slot.scratch,
-        slot.counts,
-        experts,
-        pieces,
-        slot.n,
-        tiles,
-        words,
-        row_bytes // 4,
-        BITS=bits,
-        TILES=TILES,
-        WORDS=WORDS,
-        num_warps=8,
-    )
+    sizes = tiles, words, row_bytes // 4
+    constants = dict(BITS=bits, TILES=TILES, WORDS=WORDS)
+    _launch(_repack, result, slots, pieces, *sizes, **constants)
     return result
 
 
@@ -233,20 +240,7 @@ def map_scales(scales: torch.Tensor, table: torch.Tensor, slots: int) -> torch.T
 
     """
     experts, outputs, groups = scales.shape
-    slot = _Slots(scales, slots)
     pieces = triton.cdiv(outputs, OUTPUTS) * triton.cdiv(groups, GROUPS)
-    _map_scales[slot.grid(experts, pieces)](
-        scales,
-        slot.scratch,
-        slot.counts,
-        experts,
-        pieces,
-        slot.n,
-        outputs,
-        groups,
-        table,
-        OUTPUTS=OUTPUTS,
-        GROUPS=GROUPS,
-        num_warps=8,
-    )
+    constants = dict(OUTPUTS=OUTPUTS, GROUPS=GROUPS)
+    _launch(_map_scales, scales, slots, pieces, outputs, groups, table, **constants)
     return scales.view(experts, groups, outputs)

@@ -486,44 +486,40 @@ class ThroughScratch(Work):
             experts.copy_(result[: len(experts)].view(experts.shape))
 
 
-class ExpandRows(Work):
-    """Rows of all experts to the places that padding leaves them, in their order."""
+class PadRows(Work):
+    """Rows to the places that padding leaves them, in one launch."""
 
-    def __init__(self, spec: Spec):
-        self.unit, shape = _padded_rows(spec)
-        conversion = spec.conversion
-        tables = conversion.table(
-            "expand", spec.device, lambda: _expansion_tables(conversion, spec.device)
-        )
-        self.launch = expand_rows_triton.Expansion(spec.experts, tables, *shape)
-        self.flags = self.launch.flags
+    def __init__(self, unit: int, launch: expand_rows_triton.Launch):
+        self.unit, self.launch, self.flags = unit, launch, launch.flags
 
     def __call__(self, job, scratch, flags):
         self.launch(_unit_view(job.out, self.unit), flags)
 
 
-class PlaceRows(Work):
-    """Rows of the experts from `first` on, in a new order, to where padding leaves
-    them; see `expand_rows_triton.first_apart`."""
-
-    def __init__(self, spec: Spec, first: int):
-        self.unit, shape = _padded_rows(spec)
-        self.launch = expand_rows_triton.Placement(
-            spec.experts, first, (spec.row_table(),), *shape
-        )
-        self.flags = self.launch.flags
-
-    def __call__(self, job, scratch, flags):
-        self.launch(_unit_view(job.out, self.unit), flags)
+def expand_rows(spec: Spec) -> PadRows:
+    """Of all experts, in their order."""
+    unit, shape = _padded_rows(spec)
+    conversion = spec.conversion
+    tables = conversion.table(
+        "expand", spec.device, lambda: _expansion_tables(conversion, spec.device)
+    )
+    return PadRows(unit, expand_rows_triton.Expansion(spec.experts, tables, *shape))
 
 
-def _padded_rows(spec: Spec) -> tuple[int, tuple]:
+def place_rows(spec: Spec, first: int) -> PadRows:
+    """Of the experts from `first` on, in a new order; see
+    `expand_rows_triton.first_apart`."""
+    unit, shape = _padded_rows(spec)
+    tables = (spec.row_table(),)
+    launch = expand_rows_triton.Placement(spec.experts, first, tables, *shape)
+    return PadRows(unit, launch)
+
+
+def _padded_rows(spec: Spec) -> tuple[int, tuple[int, ...]]:
     """The unit, and what a launch of `expand_rows_triton` takes after its tables."""
     conversion = spec.conversion
-    (rows, row_bytes), (source_rows, source_bytes) = (
-        conversion.shape,
-        conversion.source_shape,
-    )
+    rows, row_bytes = conversion.shape
+    source_rows, source_bytes = conversion.source_shape
     unit = _unit(row_bytes, source_bytes, spec.address)
     align = _align(unit, row_bytes, source_bytes, spec.address)
     shape = rows, source_rows, row_bytes, source_bytes, unit, align, conversion.fill
@@ -552,37 +548,41 @@ def plan(spec: Spec, budget: int) -> list[Work]:
         if tiling.run in range(1, MIN_CELL_BYTES) or not tiling.whole_runs:
             return [ThroughScratch(spec, budget)]
         return [MoveCells(spec, budget)]
+    if tiling is ROW_MAJOR:
+        return _expansion(spec, budget)
     work: list[Work] = []
-    order, tiles = conversion.row_order, conversion.tiles_alone
-    rest = conversion.padded_before if spec.expands else conversion
-    if tiling is not ROW_MAJOR and block_tiling_triton.stays_in_blocks(rest):
+    tiles = conversion.padded_before if spec.expands else conversion
+    if block_tiling_triton.stays_in_blocks(tiles):
         # The kernel that tiles a block reads its rows in any order.
-        work, tiles = [ExpandRows(spec)] if spec.expands else [], rest
-    elif spec.expands:
-        work += _expansion(spec, order, budget)
-    elif not order.is_identity:
-        work.append(MoveCells(spec.with_conversion(order), budget))
-    if tiling is not ROW_MAJOR:
-        strides = spec.strides
         if spec.expands:
-            strides = prod(conversion.shape), conversion.shape[1]
-        work.append(TileBlocks(spec.with_conversion(tiles, strides=strides)))
+            work.append(expand_rows(spec))
+    else:
+        tiles = conversion.tiles_alone
+        if spec.expands:
+            work += _expansion(spec, budget)
+        else:
+            work.append(MoveCells(spec.with_conversion(conversion.row_order), budget))
+    strides = spec.strides
+    if spec.expands:
+        strides = prod(conversion.shape), conversion.shape[1]
+    work.append(TileBlocks(spec.with_conversion(tiles, strides=strides)))
     return work
 
 
-def _expansion(spec: Spec, order: Conversion, budget: int) -> list[Work]:
-    """Launches that bring the rows into `order` and make room for padding."""
+def _expansion(spec: Spec, budget: int) -> list[Work]:
+    """Launches that bring rows into the result's order and make room for padding."""
+    order = spec.conversion.row_order
     if order.is_identity:
-        return [ExpandRows(spec)]
+        return [expand_rows(spec)]
     work: list[Work] = []
     sizes = prod(spec.conversion.source_shape), prod(spec.conversion.shape)
     first = expand_rows_triton.first_apart(spec.experts, *sizes)
     if first < spec.experts:
-        work.append(PlaceRows(spec, first))
+        work.append(place_rows(spec, first))
         spec = replace(spec, experts=first)
     if first:
         work.append(MoveCells(spec.with_conversion(order), budget))
-        work.append(ExpandRows(spec))
+        work.append(expand_rows(spec))
     return work
 
 
