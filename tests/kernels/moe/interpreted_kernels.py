@@ -13,6 +13,7 @@ import pytest
 UTILS = "vllm.model_executor.layers.quantization.utils"
 #: leaves first: a module takes the kernels of those before it
 KERNELS = (
+    "turns_triton",
     "block_tiling_triton",
     "expand_rows_triton",
     "weight_permutation_triton",

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Marlin repacks: equal to the released vllm, in a parameter's storage."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -68,10 +70,10 @@ def test_scale_factor_of_the_largest_scales(largest):
     scales = torch.rand(3, 4, 8) * largest
     scales[1, 2, 3], scales[0, 0, 0], scales[2, 1, 1] = largest, -500.0, torch.nan
     scales = scales.to(torch.float8_e4m3fn)
-    found = marlin_in_place.largest_scales(scales, torch.bfloat16)
     factor = marlin_utils_fp4._nvfp4_compute_scale_factor
     expected = factor(scales.to(torch.bfloat16), torch.bfloat16)
-    assert factor(found, torch.bfloat16) == expected
+    scan = marlin_in_place.ScaleScan(scales, torch.bfloat16)
+    assert scan.scale_factor() == expected
 
 
 def reversed_words(expert: torch.Tensor) -> torch.Tensor:
@@ -134,22 +136,22 @@ def test_interpreted_repack(interpreted, bits, size_n, size_k, slots):
 def test_interpreted_scales(interpreted, monkeypatch, dtype, bad, parameter):
     """As by torch, also with negative scales and with what is no number."""
     from vllm.model_executor.layers.quantization import utils
-    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
     scales = torch.randint(0, 256 if bad else 127, (3, 128, 10), dtype=torch.uint8)
     scales = scales.view(torch.float8_e4m3fn)
     if parameter:
         scales = torch.nn.Parameter(scales, requires_grad=False)
-    factor = marlin_utils_fp4._nvfp4_compute_scale_factor
 
     def convert(given):
-        found = factor(marlin_in_place.largest_scales(given, dtype), dtype)
+        scan = marlin_in_place.ScaleScan(given, dtype)
+        found = scan.scale_factor()
         sizes = dict(size_k=160, size_n=128, is_a_8bit=False)
-        result = marlin_in_place.process_nvfp4_scales(given, dtype, found, **sizes)
+        result = marlin_in_place.process_nvfp4_scales(given, scan, found, **sizes)
         return found, result.view(torch.uint8)
 
     expected = convert(scales.clone())
     monkeypatch.setattr(marlin_in_place, "use_triton", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
     monkeypatch.setattr(
         utils,
         "marlin_in_place_triton",

@@ -156,7 +156,7 @@ def growing(draw, max_columns=3):
     order = spread(rows, source_rows, draw(st.integers(0, 9)))
     if draw(st.booleans()):
         order = sorted(order, key=lambda row: row if row >= 0 else rows)
-    experts = draw(st.integers(1, 6))
+    experts = draw(st.integers(1, 9))
     conversion = core.Conversion(
         order, (source_rows, source_bytes), row_bytes, tiling, fill=127
     )
@@ -181,8 +181,8 @@ def test_torch_pads_where_there_is_room(case):
 
 
 @settings(max_examples=40, deadline=None)
-@given(growing())
-def test_interpreted_triton_pads_where_there_is_room(interpreted, case):
+@given(growing(), st.sampled_from((1, 1 << 15, 1 << 30)))
+def test_interpreted_triton_pads_where_there_is_room(interpreted, case, budget):
     weight, conversion = case
     with pytest.MonkeyPatch.context() as patch:
         # Many groups in a small tensor, whose sources overlap their targets.
@@ -190,7 +190,7 @@ def test_interpreted_triton_pads_where_there_is_room(interpreted, case):
         check_room(
             weight,
             conversion,
-            lambda p: run_interpreted(interpreted, p, conversion, 1),
+            lambda p: run_interpreted(interpreted, p, conversion, budget),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm.model_executor.layers.quantization.utils.triton_launcher import Launcher
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     Conversion,
     Tiling,
@@ -126,11 +127,10 @@ class BlockTiling:
         order = tuple(dimension - 1 for dimension in tiling.order[1:])
         outer = prod(split[d] for d in order[: order.index(len(split) - 2)])
         blocks = rows // block
-        self.grid = (blocks * experts,)
+        self.grid = blocks * experts, 1, 1
         source_units = conversion.source_shape[1] // unit
-        self.sizes = blocks, source_units, out_units, *strides, out_expert
         self.from_rows = from_rows
-        self.constants: dict[str, Any] = dict(
+        constants: dict[str, Any] = dict(
             FILL=conversion.fill * sum(256**i for i in range(unit)),
             ALIGN=align,
             ROWS=block,
@@ -139,10 +139,13 @@ class BlockTiling:
             ORDER=order,
             OUTER=outer,
             PADDED=bool(conversion.padded_rows),
+        )
+        self.launch = Launcher(
+            _tile_blocks,
+            (blocks, source_units, out_units, *strides, out_expert),
+            constants,
             num_warps=8 if block * columns * unit > 16384 else 4,
         )
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        _tile_blocks[self.grid](
-            source, out, self.from_rows, *self.sizes, **self.constants
-        )
+        self.launch(self.grid, source, out, self.from_rows)

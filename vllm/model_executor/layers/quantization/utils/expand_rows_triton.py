@@ -9,15 +9,24 @@ have been loaded too, and stores. Those have been started before it, and none wa
 before it has loaded, so every program ends. One read and one write, and no scratch but
 flags.
 
-`_expand_rows` keeps the order of an expert's rows, and works for all experts.
-`_place_rows` takes them in any order, and works for the experts whose new place begins
-behind their old one: nobody's rows lie there but those of later experts.
+`_expand_rows` keeps the order of an expert's rows, `_place_rows` takes them in any. An
+expert whose new place begins behind its old one is written there at once: nobody's rows
+lie there but those of later experts. The few first ones, whose places overlap, go
+through slots of scratch (`turns_triton`).
 """
 
 from typing import Any
 
 import torch
 
+from vllm.model_executor.layers.quantization.utils.triton_launcher import Launcher
+from vllm.model_executor.layers.quantization.utils.turns_triton import (
+    done,
+    take_turn,
+    through_slots,
+    turns,
+    wait,
+)
 from vllm.triton_utils import tl, triton
 
 GROUP_BYTES = 32 * 1024  # what one program holds in registers, at most
@@ -26,8 +35,9 @@ MAX_ROW_BYTES = 64 * 1024
 
 @triton.jit
 def _load(memory, start, column, kept, source_units, FILL, ALIGN: tl.constexpr):
-    inside = column // ALIGN < source_units // ALIGN
-    return tl.load(memory + start + column, mask=kept[:, None] & inside, other=FILL)
+    inside = kept[:, None] & (column // ALIGN < source_units // ALIGN)
+    # Not through a cache that may hold what was in a slot before.
+    return tl.load(memory + start + column, inside, other=FILL, cache_modifier=".cg")
 
 
 @triton.jit
@@ -99,10 +109,14 @@ def _expand_rows(
 @triton.jit
 def _place_rows(
     memory,
+    scratch,
     counts,
     from_rows,
     experts,
+    first,
+    slots,
     groups,
+    asides,
     rows,
     source_rows,
     units,
@@ -112,44 +126,64 @@ def _place_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     REST: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """As `_expand_rows`, of experts from the last downwards, `groups` programs each.
 
     from_rows: source row of each result row of an expert, -1 for padding.
-    counts: zeros; the first counts started programs, then one for each expert the
-        groups that have been loaded.
+    first: experts before it go through `slots` of scratch, put aside in pieces of SIZE.
+    counts: zeros; the turns taken, then of each expert the pieces of its source that
+        have been loaded, then of those before `first` the groups that were written.
     """
-    ticket = tl.atomic_add(counts, 1, sem="relaxed")
-    expert = experts - 1 - ticket // groups
-    row = ticket % groups * ROWS + tl.arange(0, ROWS)
-    exists = row < rows
-    origin = tl.load(from_rows + row, mask=exists, other=-1)
-    kept = (origin >= 0) & exists
-    source = expert.to(tl.int64) * source_rows * source_units
-    start = tl.where(kept, source + origin * source_units, 0)
-    start = tl.multiple_of(start, ALIGN)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    value = _load(memory, start, column, kept, source_units, FILL, ALIGN)
-    if REST:
-        behind = COLUMNS + tl.arange(0, REST)[None, :]
-        rest = _load(memory, start, behind, kept, source_units, FILL, ALIGN)
-    tl.debug_barrier()
-    tl.atomic_add(counts + 1 + expert, 1, sem="release")
-    # The experts whose source lies where this group's result belongs.
-    begin = (expert.to(tl.int64) * rows + ticket % groups * ROWS) * units
+    turn = take_turn(counts)
+    straight = (experts - first) * groups
+    later = turn - straight
+    aside, number, piece = through_slots(tl.maximum(later, 0), asides, groups, slots)
+    aside = aside & (later >= 0)
+    expert = tl.where(later < 0, experts - 1 - turn // groups, first - 1 - number)
+    piece = tl.where(later < 0, turn % groups, piece)
     size = source_rows * source_units
-    needed = begin // size
-    final = tl.minimum((begin + ROWS * units - 1) // size, experts - 1)
-    while needed <= final:
-        while tl.atomic_add(counts + 1 + needed, 0, sem="acquire") < groups:
-            pass
-        needed += 1
-    tl.debug_barrier()
-    place = (expert.to(tl.int64) * rows + row) * units
-    place = tl.multiple_of(place, ALIGN)[:, None]
-    _store(memory, place, column, value, exists, units, ALIGN)
-    if REST:
-        _store(memory, place, behind, rest, exists, units, ALIGN)
+    loaded, written = counts + 1, counts + 1 + experts
+    source = memory + expert.to(tl.int64) * size
+    slot = scratch + (expert % slots).to(tl.int64) * size
+    if aside:
+        if expert >= 0:
+            index = piece * SIZE + tl.arange(0, SIZE)
+            value = tl.load(source + index, index < size)
+            if expert + slots < first:
+                wait(written + expert + slots, groups)
+            tl.store(slot + index, value, index < size)
+            done(loaded + expert)
+    else:
+        if later >= 0:
+            wait(loaded + expert, asides)
+        row = piece * ROWS + tl.arange(0, ROWS)
+        exists = row < rows
+        origin = tl.load(from_rows + row, mask=exists, other=-1)
+        kept = (origin >= 0) & exists
+        begin = tl.where(later < 0, source, slot)
+        start = tl.multiple_of(tl.where(kept, origin * source_units, 0), ALIGN)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        value = _load(begin, start, column, kept, source_units, FILL, ALIGN)
+        if REST:
+            behind = COLUMNS + tl.arange(0, REST)[None, :]
+            rest = _load(begin, start, behind, kept, source_units, FILL, ALIGN)
+        if later < 0:
+            done(loaded + expert)
+        # The experts whose source lies where this group's result belongs.
+        target = (expert.to(tl.int64) * rows + piece * ROWS) * units
+        needed = target // size
+        final = tl.minimum((target + ROWS * units - 1) // size, experts - 1)
+        while needed <= final:
+            wait(loaded + needed, tl.where(needed < first, asides, groups))
+            needed += 1
+        place = (expert.to(tl.int64) * rows + row) * units
+        place = tl.multiple_of(place, ALIGN)[:, None]
+        _store(memory, place, column, value, exists, units, ALIGN)
+        if REST:
+            _store(memory, place, behind, rest, exists, units, ALIGN)
+        if later >= 0:
+            done(written + expert)
 
 
 def columns_of(units: int) -> tuple[int, int]:
@@ -170,7 +204,6 @@ class Launch:
     """Launches of one kernel for tensors of one kind.
 
     Args:
-        tables: int32; what the kernel takes as tables.
         rows, source_rows: of an expert, after and before.
         row_bytes, source_bytes: of a row, after and before.
         unit: bytes of the elements that the tensor is given in.
@@ -179,15 +212,12 @@ class Launch:
 
     """
 
-    kernel: Any
-    grid: tuple[int]
-    sizes: tuple[int, ...]
     flags: int
     """How many int32 zeros a launch needs: a multiple of 16 bytes."""
+    scratch_bytes = 0
 
     def __init__(
         self,
-        tables: tuple[torch.Tensor, ...],
         rows: int,
         source_rows: int,
         row_bytes: int,
@@ -196,7 +226,7 @@ class Launch:
         align: int,
         fill: int,
     ):
-        self.tables = tables
+        self.unit = unit
         units = row_bytes // unit
         columns, rest = columns_of(units)
         self.group_rows = 1
@@ -209,38 +239,57 @@ class Launch:
             ROWS=self.group_rows,
             COLUMNS=columns,
             REST=rest,
-            num_warps=8,
         )
 
-    def __call__(self, memory: torch.Tensor, flags: torch.Tensor) -> None:
-        """Move the rows that `memory` begins with; `flags` are zeros."""
-        self.kernel[self.grid](
-            memory, flags, *self.tables, *self.sizes, **self.constants
-        )
+    def __call__(
+        self, memory: torch.Tensor, scratch: torch.Tensor, flags: torch.Tensor
+    ) -> None:
+        """Move the rows that `memory` begins with. `scratch` are bytes, at least
+        `scratch_bytes` and 16; `flags` are zeros."""
+        raise NotImplementedError
 
 
 class Expansion(Launch):
-    """`_expand_rows` of all of `experts`; its tables are from_rows and to_rows."""
+    """`_expand_rows` of all of `experts`; `tables` are from_rows and to_rows."""
 
-    kernel = _expand_rows
-
-    def __init__(self, experts: int, *args: Any):
-        super().__init__(*args)
+    def __init__(
+        self, experts: int, tables: tuple[torch.Tensor, torch.Tensor], *shape: int
+    ):
+        super().__init__(*shape)
         rows, source_rows, *_ = self.shape
         groups = triton.cdiv(experts * rows, self.group_rows)
-        self.grid = (groups,)
+        self.grid = groups, 1, 1
         self.flags = -(-(1 + groups) // 4) * 4
-        self.sizes = groups, experts * rows, experts * source_rows, *self.shape
+        self.tables = tables
+        numbers = groups, experts * rows, experts * source_rows, *self.shape
+        self.launch = Launcher(_expand_rows, numbers, self.constants, num_warps=8)
+
+    def __call__(self, memory, scratch, flags):
+        self.launch(self.grid, memory, flags, *self.tables)
 
 
 class Placement(Launch):
-    """`_place_rows` of the experts from `first` on; its table is from_rows."""
+    """`_place_rows` of all of `experts`, with at most `budget` bytes of scratch, or one
+    expert's."""
 
-    kernel = _place_rows
+    def __init__(self, experts: int, budget: int, from_rows: torch.Tensor, *shape: int):
+        super().__init__(*shape)
+        rows, source_rows, units, source_units = self.shape
+        size = source_rows * source_units
+        first = first_apart(experts, size, rows * units)
+        slots = max(1, min(budget // (size * self.unit), first))
+        if first:
+            self.scratch_bytes = slots * size * self.unit
+        piece = GROUP_BYTES // self.unit
+        groups, asides = triton.cdiv(rows, self.group_rows), triton.cdiv(size, piece)
+        through = turns(first, asides, groups, slots) if first else 0
+        self.grid = groups * (experts - first) + through, 1, 1
+        self.flags = -(-(1 + experts + first) // 4) * 4
+        self.from_rows = from_rows
+        numbers = experts, first, slots, groups, asides, *self.shape
+        constants = self.constants | dict(SIZE=piece)
+        self.launch = Launcher(_place_rows, numbers, constants, num_warps=8)
 
-    def __init__(self, experts: int, first: int, *args: Any):
-        super().__init__(*args)
-        groups = triton.cdiv(self.shape[0], self.group_rows)
-        self.grid = (groups * (experts - first),)
-        self.flags = -(-(1 + experts) // 4) * 4
-        self.sizes = experts, groups, *self.shape
+    def __call__(self, memory, scratch, flags):
+        scratch = scratch[: max(self.scratch_bytes, 16)].view(memory.dtype)
+        self.launch(self.grid, memory, scratch, flags, self.from_rows)

@@ -204,8 +204,13 @@ def prepare_nvfp4_moe_layer_for_fi_or_cutlass(
     experts = w13.shape[0]
     if is_global_sf_supported_for_nvfp4_backend(backend):
         eplb = config.moe_parallel_config.enable_eplb
-        a13_scale = amax_for_moe_activation_quant(a13_scale, eplb).repeat(experts)
-        a2_scale = amax_for_moe_activation_quant(a2_scale, eplb).repeat(experts)
+        a13_scale, a2_scale = (
+            # As `repeat` does, which takes longer.
+            amax_for_moe_activation_quant(scale, eplb)
+            .expand(experts)
+            .clone(memory_format=torch.contiguous_format)
+            for scale in (a13_scale, a2_scale)
+        )
     else:
         a13_scale = a13_scale.max(dim=1).values.to(torch.float32)
     return w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from vllm.model_executor.layers.quantization.utils.weight_permutation import use_triton
+from vllm.model_executor.layers.quantization.utils.weight_permutation import (
+    outside_pools,
+    use_triton,
+)
 from vllm.utils.torch_utils import PIN_MEMORY
 
 # How large a part of a tensor scratch is: at most 2 % of a layer, or one expert.
@@ -102,41 +105,86 @@ def repack_fp8_experts(weight: torch.Tensor) -> torch.Tensor:
 
 
 def permute_scales_of_experts(
-    scales: torch.Tensor, permute: Callable[[torch.Tensor], torch.Tensor]
+    scales: torch.Tensor, size_k: int, size_n: int, group_size: int
 ) -> torch.Tensor:
-    """A permuted copy of scales [experts, groups, outputs].
+    """A copy of scales [experts, groups, size_n] in Marlin's order, the same for all
+    groups; the sizes are those of `marlin_permute_scales`."""
+    order = _scale_order(scales.shape[2], size_k, size_n, group_size, scales.device)
+    return scales.index_select(2, order)
+
+
+@functools.cache
+def _scale_order(
+    outputs: int, size_k: int, size_n: int, group_size: int, device: torch.device
+) -> torch.Tensor:
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+        marlin_permute_scales,
+    )
+
+    numbers = torch.arange(outputs, device="cpu").view(1, -1)
+    order = marlin_permute_scales(
+        s=numbers, size_k=size_k, size_n=size_n, group_size=group_size
+    )
+    return outside_pools(lambda: order.flatten().to(device))
+
+
+def by_triton(scales: torch.Tensor) -> bool:
+    """Whether NVFP4 scales can be processed by Triton."""
+    fp8 = scales.dtype == torch.float8_e4m3fn
+    return fp8 and scales.numel() > 0 and use_triton(scales)
+
+
+class ScaleScan:
+    """What the conversion of NVFP4 scales depends on: how large they are, and whether
+    one is negative or no number.
+
+    On a GPU it starts at once and is waited for when it is read, so that the weights
+    can be repacked between.
 
     Args:
-        scales: [experts, groups, outputs].
-        permute: what permutes the outputs of [groups, outputs], whatever the groups.
+        scales: float8_e4m3fn [experts, outputs, groups].
+        dtype: of the activations.
 
     """
-    numbers = torch.arange(scales.shape[2], device="cpu")
-    order = permute(numbers.view(1, -1)).flatten()
-    if scales.is_cuda and PIN_MEMORY:
-        # A copy of other memory would wait for the weights to be repacked.
-        order = order.pin_memory()
-    return scales.index_select(2, order.to(scales.device, non_blocking=True))
+
+    def __init__(self, scales: torch.Tensor, dtype: torch.dtype):
+        self.scales, self.dtype = scales.data, dtype
+        self._ends: torch.Tensor | None = None
+        if by_triton(scales):
+            # As signed bytes they have the order of their numbers. One pass without
+            # scratch settles the usual case, that none is negative or no number.
+            ends = torch.stack(torch.aminmax(self.scales.view(torch.int8)))
+            pinned = PIN_MEMORY and scales.is_cuda
+            self._ends = torch.empty(2, dtype=torch.int8, pin_memory=pinned)
+            self._ends.copy_(ends, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @functools.cached_property
+    def _bytes(self) -> tuple[int, bool]:
+        """The largest positive number as a byte, or 0, and whether one is bad."""
+        assert self._ends is not None
+        self._copied.synchronize()
+        low, high = self._ends.tolist()
+        return (high, False) if low >= 0 and high < 127 else scan_unusual(self.scales)
+
+    @property
+    def unusual(self) -> bool:
+        """Whether a scale is negative or no number."""
+        return self._bytes[1]
+
+    def scale_factor(self) -> float:
+        """By upstream's rule, a power of two that all scales have in common."""
+        if self._ends is not None:
+            return _factor_of_byte(self._bytes[0], self.dtype)
+        return _factor(largest_scales(self.scales, self.dtype), self.dtype)
 
 
-def scales_by_triton(scales: torch.Tensor, size_k: int, size_n: int) -> bool:
-    """Whether NVFP4 scales [experts, size_n, size_k / 16] are processed by Triton."""
-    if tuple(scales.shape[1:]) != (size_n, size_k // 16) or not scales.numel():
-        return False
-    fits = size_n % 64 == 0 and size_k > 16 and scales.is_contiguous()
-    return fits and scales.dtype == torch.float8_e4m3fn and use_triton(scales)
-
-
-def scan_scales(scales: torch.Tensor) -> tuple[int, bool]:
-    """Of float8_e4m3fn scales: the largest positive number as a byte, or 0, and whether
-    one is negative or no number."""
-    # One pass without scratch settles the usual case, that none is.
-    ends = torch.aminmax(scales.data.view(torch.int8))
-    low, high = torch.stack(ends).tolist()
-    if low >= 0 and high < 127:
-        return high, False
+def scan_unusual(scales: torch.Tensor) -> tuple[int, bool]:
+    """Of any float8_e4m3fn scales: the largest positive number as a byte, or 0, and
+    whether one is negative or no number."""
     found = []
-    for part in scales.data.view(torch.uint8).chunk(SCAN_PARTS):
+    for part in scales.view(torch.uint8).chunk(SCAN_PARTS):
         bad = (part == 127) | (part > 128)
         found.append(torch.where(part < 127, part, 0).amax())
         found.append(bad.any().to(torch.uint8))
@@ -145,36 +193,41 @@ def scan_scales(scales: torch.Tensor) -> tuple[int, bool]:
 
 
 def largest_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Each expert's largest positive scale, or 0, or the largest of all experts, as
-    `dtype`.
-
-    They have the scale factor of all scales, which `_nvfp4_compute_scale_factor`
-    takes from the largest.
-    """
-    rows, groups = scales.shape[1:]
-    if scales_by_triton(scales, 16 * groups, rows):
-        byte, _ = scan_scales(scales)
-        number = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn)
-        return number.to(dtype)
+    """Each expert's largest positive scale, or 0, as `dtype`."""
     largest = scales.new_zeros(len(scales), dtype=dtype)
-    for expert, values in enumerate(scales.data):
+    for expert, values in enumerate(scales):
         positive = values.to(dtype)
         if positive.numel():
             largest[expert] = torch.where(positive > 0, positive, 0).max()
     return largest
 
 
+def _factor(scales: torch.Tensor, dtype: torch.dtype) -> float:
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+        _nvfp4_compute_scale_factor,
+    )
+
+    return _nvfp4_compute_scale_factor(scales, dtype)
+
+
+@functools.cache
+def _factor_of_byte(largest: int, dtype: torch.dtype) -> float:
+    byte = torch.tensor([largest], dtype=torch.uint8, device="cpu")
+    return _factor(byte.view(torch.float8_e4m3fn).to(dtype), dtype)
+
+
 @functools.cache
 def scale_table(
-    dtype: torch.dtype, scale_factor: float, all_bytes: bool
+    dtype: torch.dtype, scale_factor: float, all_bytes: bool, device: torch.device
 ) -> torch.Tensor:
-    """What Marlin's scale is of each byte of a float8_e4m3fn: uint8 [256], on the CPU.
+    """What Marlin's scale is of each byte of a float8_e4m3fn: uint8 [256].
 
     Args:
         dtype: of the activations.
         scale_factor: a power of two, the same for most layers of a model.
         all_bytes: also of negative scales and what is no number, about which vllm's
             function warns.
+        device: where to keep it.
 
     """
     from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
@@ -187,12 +240,13 @@ def scale_table(
     numbers = bytes_.to(torch.uint8).view(torch.float8_e4m3fn).view(1, 256)
     swapped, _ = nvfp4_marlin_process_scales(numbers.to(dtype), scale_factor, dtype)
     # It swaps the middle two of each four.
-    return swapped.view(torch.uint8).view(64, 4)[:, [0, 2, 1, 3]].reshape(256)
+    table = swapped.view(torch.uint8).view(64, 4)[:, [0, 2, 1, 3]].reshape(256)
+    return outside_pools(lambda: table.to(device))
 
 
 def process_nvfp4_scales(
     scales: torch.Tensor,
-    dtype: torch.dtype,
+    scan: ScaleScan,
     scale_factor: float,
     size_k: int,
     size_n: int,
@@ -203,7 +257,7 @@ def process_nvfp4_scales(
     Args:
         scales: float8_e4m3fn [experts, size_n, size_k / 16]; overwritten if it is a
             contiguous parameter.
-        dtype: of the activations.
+        scan: of these scales, before zeros were added as padding.
         scale_factor: common to all experts.
         size_k: input size.
         size_n: output size.
@@ -220,13 +274,15 @@ def process_nvfp4_scales(
         nvfp4_marlin_process_scales,
     )
 
-    if not is_a_8bit and scales_by_triton(scales, size_k, size_n):
+    dtype = scan.dtype
+    fits = tuple(scales.shape[1:]) == (size_n, size_k // 16) and size_n % 64 == 0
+    fits = fits and size_k > 16 and scales.is_contiguous()
+    if fits and by_triton(scales) and not is_a_8bit:
         from vllm.model_executor.layers.quantization.utils import (
             marlin_in_place_triton,
         )
 
-        _, bad = scan_scales(scales)
-        table = scale_table(dtype, scale_factor, bad).to(scales.device)
+        table = scale_table(dtype, scale_factor, scan.unusual, scales.device)
         slots = max(1, len(scales) // SCALE_PARTS)
         result = marlin_in_place_triton.map_scales(writable(scales), table, slots)
         return result.view(torch.float8_e4m3fn)

@@ -3,50 +3,32 @@
 """Triton kernels of `marlin_in_place`: all experts of a tensor in one launch.
 
 A result lies in its source's memory, in another order, so an expert is packed into
-scratch first and copied back when it is whole. There are slots for a few experts. The
-programs take their turns in order: as many experts are packed as there are slots, then
-one is copied back and the next one packed, and so on. A program waits only for turns
-before its own, which have been taken, so every program ends.
+scratch first and copied back when it is whole (`turns_triton`).
 
 Marlin's weights are tiles of 16 inputs (k) by 64 outputs (n). The thread 4 * c + t of
 a warp holds, of inputs 2t, 2t + 1, 2t + 8 and 2t + 9, output c of each of the eight
 groups of eight.
 """
 
+import functools
 from typing import Any
 
 import torch
 
+from vllm.model_executor.layers.quantization.utils.triton_launcher import Launcher
+from vllm.model_executor.layers.quantization.utils.turns_triton import (
+    done,
+    take_turn,
+    through_slots,
+    turns,
+    wait,
+)
 from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import cdiv
 
-TILES, WORDS = 4, 1024  # of a packed expert, in one program
-OUTPUTS, GROUPS = 128, 64  # scales of an expert, in one program
-
-
-@triton.jit
-def _take_turn(counts, pieces, slots):
-    """Whether to pack or to copy back, which expert, and which piece of it."""
-    turn = tl.atomic_add(counts, 1, sem="relaxed")
-    stage = turn // pieces
-    later = stage - slots  # from here on, copies and packs alternate
-    packs = (later < 0) | (later % 2 == 1)
-    expert = tl.where(later < 0, stage, later // 2 + tl.where(packs, slots, 0))
-    return packs, expert, turn % pieces
-
-
-@triton.jit
-def _wait(count, pieces):
-    """Until all pieces of a stage are done."""
-    while tl.atomic_add(count, 0, sem="acquire") < pieces:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def _done(count):
-    """Of all warps of this program."""
-    tl.debug_barrier()
-    tl.atomic_add(count, 1, sem="release")
+PIECE_BYTES = 32 * 1024  # that one program packs of weights, or copies back
+BLOCKS = 4  # of 64 outputs, in a piece
+OUTPUTS, GROUPS = 128, 64  # of scales, in a piece
 
 
 @triton.jit
@@ -60,22 +42,22 @@ def _places(memory, scratch, counts, expert, experts, slots, size):
 
 
 @triton.jit
-def _pack(cell, value, inside, expert, packed, copied, pieces, slots):
+def _pack(cell, value, inside, expert, packed, copied, copies, slots):
     """Store what was loaded, once the expert before has left the slot."""
     if expert >= slots:
-        _wait(copied - slots, pieces)
+        wait(copied - slots, copies)
     tl.store(cell, value, inside)
-    _done(packed)
+    done(packed)
 
 
 @triton.jit
-def _copy_back(slot, place, piece, size, packed, copied, pieces, SIZE: tl.constexpr):
-    _wait(packed, pieces)
+def _copy_back(slot, place, piece, size, packed, copied, packs, SIZE: tl.constexpr):
+    wait(packed, packs)
     index = piece * SIZE + tl.arange(0, SIZE)
     # Not through a cache that may hold the expert that was in the slot before.
     value = tl.load(slot + index, index < size, cache_modifier=".cg")
     tl.store(place + index, value, index < size)
-    _done(copied)
+    done(copied)
 
 
 @triton.jit
@@ -86,32 +68,47 @@ def _apart(word, shift):
 
 
 @triton.jit
-def _packed_words(source, tile, word, row_words, inside, BITS: tl.constexpr):
-    """Words of Marlin's tiles, of rows of one output each, in words."""
-    PER_THREAD: tl.constexpr = 16 // BITS
-    # A warp's words: thread, group of 16 outputs, and with 8 bits which half of it.
-    part = word % PER_THREAD if BITS == 4 else (word % 8) // 2
-    thread = word // (4 if BITS == 4 else 8) % 32
-    output = word // (128 if BITS == 4 else 256) * 64 + part * 16 + thread // 4
-    if BITS == 8:
-        output += word % 2 * 8
-    # Whole words are loaded, also by the other threads that need a part of them.
-    start = source + output * row_words + tile * (BITS // 2)
+def _word_of_4_bits(lower, upper, shift):
+    """What thread `shift // 8` of each four holds; `lower` and `upper` are pairs of
+    words of an output, and of the one eight further."""
+    value = _apart(lower[0], shift) | _apart(lower[1], shift) << 4
+    return value | _apart(upper[0], shift) << 8 | _apart(upper[1], shift) << 12
+
+
+@triton.jit
+def _word_of_8_bits(near, far, shift):
+    near, far = near >> shift, far >> shift
+    value = (near & 0xFF) | ((far & 0xFF) << 8)
+    return value | ((near & 0xFF00) << 8) | ((far & 0xFF00) << 16)
+
+
+@triton.jit
+def _packed(words, BITS: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of rows of one output each, [BLOCKS * 64, TILES * BITS / 2] words, the words of
+    Marlin's tiles, [TILES, BLOCKS * 32 * BITS]."""
+    # Outputs are block, part of 16, half of that, and c; words of a row are tile, half
+    # of the inputs, and with 8 bits half of that.
     if BITS == 4:
-        shift = thread % 4 * 8
-        lower = start + 8 * row_words
-        value = _apart(tl.load(start, inside, other=0), shift)
-        value |= _apart(tl.load(start + 1, inside, other=0), shift) << 4
-        value |= _apart(tl.load(lower, inside, other=0), shift) << 8
-        value |= _apart(tl.load(lower + 1, inside, other=0), shift) << 12
+        words = tl.reshape(words, (BLOCKS, 4, 2, 8, TILES, 2))
+        near, far = tl.split(tl.permute(words, (4, 0, 3, 1, 2, 5)))
+        near, near_upper = tl.split(near)
+        far, far_upper = tl.split(far)
+        lower, upper = (near, far), (near_upper, far_upper)
+        even = tl.join(
+            _word_of_4_bits(lower, upper, 0), _word_of_4_bits(lower, upper, 16)
+        )
+        odd = tl.join(
+            _word_of_4_bits(lower, upper, 8), _word_of_4_bits(lower, upper, 24)
+        )
+        # tile, block, c, part, and the two bits of t
+        value = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 3))
     else:
-        start += thread % 4 // 2
-        shift = thread % 2 * 16
-        near = tl.load(start, inside, other=0) >> shift
-        far = tl.load(start + 2, inside, other=0) >> shift
-        value = (near & 0xFF) | ((far & 0xFF) << 8)
-        value |= ((near & 0xFF00) << 8) | ((far & 0xFF00) << 16)
-    return value
+        words = tl.reshape(words, (BLOCKS, 4, 2, 8, TILES, 2, 2))
+        near, far = tl.split(tl.permute(words, (4, 0, 3, 1, 2, 6, 5)))
+        value = tl.join(_word_of_8_bits(near, far, 0), _word_of_8_bits(near, far, 16))
+        # tile, block, c, part, half, and the two bits of t
+        value = tl.permute(value, (0, 1, 2, 5, 6, 3, 4))
+    return tl.reshape(value, (TILES, BLOCKS * 32 * BITS))
 
 
 @triton.jit
@@ -120,36 +117,44 @@ def _repack(
     scratch,
     counts,
     experts,
-    pieces,
+    packs,
+    copies,
     slots,
     tiles,
-    words,
+    outputs,
     row_words,
     BITS: tl.constexpr,
     TILES: tl.constexpr,
-    WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """Experts [outputs, row words] become [tiles, words], TILES by WORDS a piece.
+    """Experts [outputs, row words] become [tiles, words], TILES by BLOCKS a piece.
 
     counts: zeros; the turns taken, then of each expert the pieces that were packed, and
         those that were copied back.
     """
-    packs, expert, piece = _take_turn(counts, pieces, slots)
+    packing, expert, piece = through_slots(take_turn(counts), packs, copies, slots)
     if expert < experts:
-        size = tiles * words
+        size = outputs * row_words
         place, slot, packed, copied = _places(
             weight, scratch, counts, expert, experts, slots, size
         )
-        if packs:
-            across = (words + WORDS - 1) // WORDS
-            tile = piece // across * TILES + tl.arange(0, TILES)[:, None]
-            word = piece % across * WORDS + tl.arange(0, WORDS)[None, :]
-            inside = (tile < tiles) & (word < words)
-            value = _packed_words(place, tile, word, row_words, inside, BITS)
-            cell = slot + tile * words + word
-            _pack(cell, value, inside, expert, packed, copied, pieces, slots)
+        if packing:
+            across = (outputs // 64 + BLOCKS - 1) // BLOCKS
+            tile = piece // across * TILES
+            block = piece % across * BLOCKS
+            row = (block * 64 + tl.arange(0, BLOCKS * 64))[:, None]
+            column = (tile * (BITS // 2) + tl.arange(0, TILES * (BITS // 2)))[None, :]
+            inside = (row < outputs) & (column < row_words)
+            words = tl.load(place + row * row_words + column, inside, other=0)
+            value = _packed(words, BITS, TILES, BLOCKS)
+            tile += tl.arange(0, TILES)[:, None]
+            word = (block * (32 * BITS) + tl.arange(0, BLOCKS * 32 * BITS))[None, :]
+            inside = (tile < tiles) & (word < outputs * BITS // 2)
+            cell = slot + tile * (outputs * BITS // 2) + word
+            _pack(cell, value, inside, expert, packed, copied, copies, slots)
         else:
-            _copy_back(slot, place, piece, size, packed, copied, pieces, TILES * WORDS)
+            _copy_back(slot, place, piece, size, packed, copied, packs, SIZE)
 
 
 @triton.jit
@@ -157,26 +162,28 @@ def _map_scales(
     scales,
     scratch,
     counts,
+    table,
     experts,
-    pieces,
+    packs,
+    copies,
     slots,
     outputs,
     groups,
-    table,
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """Experts [outputs, groups] become [groups, outputs], each byte by a table.
 
     counts: as of `_repack`.
     """
-    packs, expert, piece = _take_turn(counts, pieces, slots)
+    packing, expert, piece = through_slots(take_turn(counts), packs, copies, slots)
     if expert < experts:
         size = outputs * groups
         place, slot, packed, copied = _places(
             scales, scratch, counts, expert, experts, slots, size
         )
-        if packs:
+        if packing:
             across = (groups + GROUPS - 1) // GROUPS
             target = piece // across * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
             group = piece % across * GROUPS + tl.arange(0, GROUPS)[None, :]
@@ -188,30 +195,49 @@ def _map_scales(
             byte = tl.load(place + output * groups + group, inside, other=0)
             value = tl.load(table + byte.to(tl.int32), inside)
             cell = slot + group * outputs + target
-            _pack(cell, value, inside, expert, packed, copied, pieces, slots)
+            _pack(cell, value, inside, expert, packed, copied, copies, slots)
         else:
-            _copy_back(
-                slot, place, piece, size, packed, copied, pieces, OUTPUTS * GROUPS
-            )
+            _copy_back(slot, place, piece, size, packed, copied, packs, SIZE)
+
+
+@functools.cache
+def _launcher(
+    kernel: Any,
+    experts: int,
+    packs: int,
+    copies: int,
+    slots: int,
+    more: tuple[int, ...],
+    constants: tuple[tuple[str, int], ...],
+    device: torch.device,
+) -> Launcher:
+    """Of one kernel, for all layers of one shape on one device."""
+    numbers = experts, packs, copies, slots, *more
+    return Launcher(kernel, numbers, dict(constants), num_warps=8)
 
 
 def _launch(
     kernel: Any,
     memory: torch.Tensor,
     slots: int,
-    pieces: int,
-    *more: Any,
-    **constants: Any,
+    packs: int,
+    more: tuple[int, ...],
+    constants: dict[str, int],
+    *tables: torch.Tensor,
 ) -> None:
-    """Launch a kernel that takes turns, over the experts in `memory`, of as many pieces
-    each, with `slots` of scratch."""
-    experts = len(memory)
+    """Launch a kernel that takes turns, over the experts in `memory`, each packed in
+    `packs` pieces, with `slots` of scratch."""
+    experts, expert_size = len(memory), memory[0].numel()
     slots = min(slots, experts)
-    scratch = memory.new_empty(slots * memory[0].numel())
+    size = PIECE_BYTES // memory.element_size()
+    copies = cdiv(expert_size, size)
+    scratch = memory.new_empty(slots * expert_size)
     counts = torch.zeros(1 + 2 * experts, dtype=torch.int32, device=memory.device)
-    kernel[(pieces * (slots + 2 * experts),)](
-        memory, scratch, counts, experts, pieces, slots, *more, **constants, num_warps=8
+    pieces = experts, packs, copies, slots
+    launch = _launcher(
+        kernel, *pieces, more, (*constants.items(), ("SIZE", size)), memory.device
     )
+    launch((turns(*pieces), 1, 1), memory, scratch, counts, *tables)
 
 
 def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
@@ -222,12 +248,13 @@ def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
 
     """
     experts, outputs, row_bytes = weight.shape
-    tiles, words = row_bytes // (2 * bits), outputs * bits // 2
-    result = weight.view(experts, -1).view(torch.int32).view(experts, tiles, words)
-    pieces = triton.cdiv(tiles, TILES) * triton.cdiv(words, WORDS)
-    sizes = tiles, words, row_bytes // 4
-    constants = dict(BITS=bits, TILES=TILES, WORDS=WORDS)
-    _launch(_repack, result, slots, pieces, *sizes, **constants)
+    n_tiles, words = row_bytes // (2 * bits), outputs * bits // 2
+    result = weight.view(experts, -1).view(torch.int32).view(experts, n_tiles, words)
+    tiles = PIECE_BYTES // (BLOCKS * 64 * 2 * bits)
+    packs = cdiv(n_tiles, tiles) * cdiv(outputs // 64, BLOCKS)
+    constants = dict(BITS=bits, TILES=tiles, BLOCKS=BLOCKS)
+    sizes = n_tiles, outputs, row_bytes // 4
+    _launch(_repack, result, slots, packs, sizes, constants)
     return result
 
 
@@ -240,7 +267,7 @@ def map_scales(scales: torch.Tensor, table: torch.Tensor, slots: int) -> torch.T
 
     """
     experts, outputs, groups = scales.shape
-    pieces = triton.cdiv(outputs, OUTPUTS) * triton.cdiv(groups, GROUPS)
+    packs = cdiv(outputs, OUTPUTS) * cdiv(groups, GROUPS)
     constants = dict(OUTPUTS=OUTPUTS, GROUPS=GROUPS)
-    _launch(_map_scales, scales, slots, pieces, outputs, groups, table, **constants)
+    _launch(_map_scales, scales, slots, packs, (outputs, groups), constants, table)
     return scales.view(experts, groups, outputs)

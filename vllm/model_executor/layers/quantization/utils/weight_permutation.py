@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,18 @@ from vllm.model_executor.layers.quantization.utils.weight_room import (
     has_room,
     room_for,
 )
+
+Made = TypeVar("Made")
+
+
+def outside_pools(build: Callable[[], Made]) -> Made:
+    """What `build` makes, for tables on the device that outlive a load.
+
+    It runs on another thread, because memory pools route one thread: sleep mode drops
+    what a load allocates in its pool.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(build).result()
 
 
 @dataclass(frozen=True)
@@ -171,16 +183,10 @@ class Conversion:
     def table(
         self, key: Hashable, device: torch.device, build: Callable[[], Any]
     ) -> Any:
-        """Index tables and plans of an executor, made once per device and kept.
-
-        They are made on another thread, because memory pools route one thread: sleep
-        mode drops what a load allocates in its pool, and these outlive the load.
-        """
+        """Index tables and plans of an executor, made once per device and kept."""
         found = self._tables.get((key, device))
         if found is None:
-            with ThreadPoolExecutor(max_workers=1) as outside_pools:
-                found = outside_pools.submit(build).result()
-            self._tables[key, device] = found
+            found = self._tables[key, device] = outside_pools(build)
         return found
 
     @functools.cached_property
@@ -339,47 +345,75 @@ def convert_(
 
     """
     if budget is None:
-        total = sum(w.numel() * w.element_size() for w, _ in steps)
-        experts = max((w.shape[0] for w, _ in steps), default=1)
-        # Some room is left for index tables and the allocator's rounding.
-        budget = max(total // max(experts, 1) * 3 // 4, total // 64)
-    jobs, results = [], []
+        budget = _budget([weight for weight, _ in steps])
+    results, jobs = [], []
     for weight, conversion in steps:
-        source = expert_bytes(weight)
-        if tuple(source.shape[1:]) != conversion.source_shape:
-            raise ValueError(
-                f"a weight of shape {tuple(weight.shape)}, {weight.dtype}, has "
-                f"{tuple(source.shape[1:])} rows and row bytes per expert; its "
-                f"conversion is for {conversion.source_shape}"
-            )
-        experts, (rows, row_bytes) = source.shape[0], conversion.shape
-        kept = source.is_contiguous() or (gaps and experts_contiguous(source))
-        if overwrite and (conversion.is_identity or (conversion.in_place and kept)):
-            results.append(source)
-            if not conversion.is_identity and source.numel():
-                jobs.append(Job(source, conversion))
-            continue
-        if overwrite and can_expand(weight, conversion):
-            size = rows * row_bytes
-            room = room_for(weight, experts * size).view(experts, size)
-            results.append(room.view(experts, rows, row_bytes))
-            jobs.append(Job(source, conversion, room, expands=True))
-            continue
-        result = torch.empty(
-            (experts, rows, row_bytes), dtype=torch.uint8, device=source.device
-        )
+        found = _in_own_storage(weight, conversion, gaps) if overwrite else None
+        result, job = found or _in_new_tensor(weight, conversion)
         results.append(result)
-        if result.numel():
-            flat = result.view(experts, rows * row_bytes)
-            jobs.append(Job(source, conversion, flat))
-    if jobs:
-        device = jobs[0].source.device
-        if any(job.source.device != device for job in jobs):
-            found = sorted({str(job.source.device) for job in jobs})
-            raise ValueError(f"a layer's weights must be on one device, not {found}")
-        run = _triton_kernels().run if use_triton(jobs[0].source) else run_torch
-        run(jobs, budget)
+        jobs.append(job)
+    _run(jobs, budget)
     return results
+
+
+def _budget(weights: Sequence[torch.Tensor]) -> int:
+    total = sum([w.numel() * w.element_size() for w in weights])
+    experts = max([1, *(w.shape[0] for w in weights)])
+    # Some room is left for index tables and the allocator's rounding.
+    return max(total // experts * 3 // 4, total // 64)
+
+
+def _source(weight: torch.Tensor, conversion: Conversion) -> torch.Tensor:
+    source = expert_bytes(weight)
+    if source.shape[1:] != conversion.source_shape:
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)}, {weight.dtype}, has "
+            f"{tuple(source.shape[1:])} rows and row bytes per expert; its "
+            f"conversion is for {conversion.source_shape}"
+        )
+    return source
+
+
+def _in_own_storage(
+    weight: torch.Tensor, conversion: Conversion, gaps: bool = False
+) -> tuple[torch.Tensor, Job | None] | None:
+    """The result and what makes it, where the weight can be overwritten."""
+    source = _source(weight, conversion)
+    if conversion.is_identity:
+        return source, None
+    if conversion.in_place:
+        if source.is_contiguous() or (gaps and experts_contiguous(source)):
+            return source, Job(source, conversion) if source.numel() else None
+        return None
+    if not can_expand(weight, conversion):
+        return None
+    experts, size = source.shape[0], prod(conversion.shape)
+    room = room_for(weight, experts * size).view(experts, size)
+    result = room.view(experts, *conversion.shape)
+    return result, Job(source, conversion, room, expands=True)
+
+
+def _in_new_tensor(
+    weight: torch.Tensor, conversion: Conversion
+) -> tuple[torch.Tensor, Job | None]:
+    source = _source(weight, conversion)
+    shape = source.shape[0], *conversion.shape
+    result = torch.empty(shape, dtype=torch.uint8, device=source.device)
+    if not result.numel():
+        return result, None
+    return result, Job(source, conversion, result.flatten(1))
+
+
+def _run(found: Sequence[Job | None], budget: int) -> None:
+    jobs = [job for job in found if job is not None]
+    if not jobs:
+        return
+    device = jobs[0].source.device
+    if any(job.source.device != device for job in jobs):
+        devices = sorted({str(job.source.device) for job in jobs})
+        raise ValueError(f"a layer's weights must be on one device, not {devices}")
+    run = _triton_kernels().run if use_triton(jobs[0].source) else run_torch
+    run(jobs, budget)
 
 
 def release(weight: torch.Tensor, result: torch.Tensor) -> None:
@@ -406,19 +440,23 @@ def convert_layer(
         pairs = [(weight, conversion) for weight, conversion, _ in steps]
         results = convert_(*pairs, overwrite=False)
         return [r.view(step[2]) for r, step in zip(results, steps, strict=True)]
-    found: dict[int, torch.Tensor] = {}
-    own = [
-        number
-        for number, (weight, conversion, _) in enumerate(steps)
-        if conversion.in_place or can_expand(weight, conversion)
-    ]
-    results = convert_(*(steps[number][:2] for number in own))
-    found.update(zip(own, results, strict=True))
-    for number, (weight, conversion, dtype) in enumerate(steps):
-        if number not in found:
-            (found[number],) = convert_((weight, conversion))
-            release(weight, found[number].view(dtype))
-    return [found[number].view(step[2]) for number, step in enumerate(steps)]
+    found: list[tuple[torch.Tensor, Job | None] | None] = []
+    for weight, conversion, _ in steps:
+        own = _in_own_storage(weight, conversion)
+        if own is None and conversion.in_place:
+            own = _in_new_tensor(weight, conversion)
+        found.append(own)
+    now = [step[0] for step, pair in zip(steps, found, strict=True) if pair]
+    _run([pair[1] for pair in found if pair], _budget(now))
+    results = []
+    for (weight, conversion, dtype), pair in zip(steps, found, strict=True):
+        if pair:
+            results.append(pair[0].view(dtype))
+            continue
+        (result,) = convert_((weight, conversion), overwrite=False)
+        results.append(result.view(dtype))
+        release(weight, results[-1])
+    return results
 
 
 def run_torch(jobs: Sequence[Job], budget: int) -> None:

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.utils import (
     block_tiling_triton,
     expand_rows_triton,
 )
+from vllm.model_executor.layers.quantization.utils.triton_launcher import Launcher
 from vllm.model_executor.layers.quantization.utils.weight_permutation import (
     ROW_MAJOR,
     Conversion,
@@ -272,49 +273,45 @@ class Gather:
         to_bytes: torch.Tensor,
         source_bytes: int,
         row_bytes: int,
-        sizes: tuple[int, ...],
+        strides: tuple[int, int, int],
+        address: int,
         tiling: Tiling = ROW_MAJOR,
         step: int = 0,
         inner: int = 1,
         fill: int = 0,
     ):
         """Rows of `source_bytes` become rows of `row_bytes` that begin at `to_bytes`.
-        `sizes` are strides and addresses in bytes, which accesses must divide."""
+        `strides` are bytes from expert to expert and from row to row of the source, and
+        from expert to expert of the result; all addresses are multiples of `address`.
+        """
         run = tiling.run if tiling.whole_runs else 1
-        sizes = (source_bytes, row_bytes, run, *sizes)
+        sizes = (source_bytes, row_bytes, run, *strides, address)
         self.unit = unit = _unit(*sizes)
         n_rows, width = from_rows.numel(), row_bytes // unit
         columns = min(_pow2(width), 128)
         rows = min(_pow2(n_rows), 4096 // columns)
         self.grid = triton.cdiv(n_rows, rows), triton.cdiv(width, columns)
-        self.from_rows = from_rows
-        self.to_units = (to_bytes // unit).to(torch.int32).to(from_rows.device)
-        self.sizes = n_rows, source_bytes // unit, width
-        self.step = step // unit
-        self.constants: dict[str, Any] = dict(
+        to_units = (to_bytes // unit).to(torch.int32).to(from_rows.device)
+        self.tables = from_rows, to_units
+        steps = [stride // unit for stride in (*strides, step)]
+        constants: dict[str, Any] = dict(
             FILL=fill * sum(256**i for i in range(unit)),
             RUN=tiling.run // unit,
             INNER=inner,
             ALIGN=_align(unit, *sizes),
             ROWS=rows,
             COLUMNS=columns,
-            num_warps=4,
         )
+        numbers = n_rows, source_bytes // unit, width, *steps
+        self.launch = Launcher(_gather_rows, numbers, constants, num_warps=4)
 
     def __call__(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """From uint8 [experts, rows, bytes] to uint8 [experts, bytes]."""
-        unit = self.unit
-        _gather_rows[(*self.grid, source.shape[0])](
-            _unit_view(source, unit),
-            _unit_view(out, unit),
-            self.from_rows,
-            self.to_units,
-            *self.sizes,
-            source.stride(0) // unit,
-            source.stride(1) // unit,
-            out.stride(0) // unit,
-            self.step,
-            **self.constants,
+        self.launch(
+            (*self.grid, source.shape[0]),
+            _unit_view(source, self.unit),
+            _unit_view(out, self.unit),
+            *self.tables,
         )
 
 
@@ -326,7 +323,8 @@ def _gather(spec: Spec, out_expert: int) -> Gather:
         conversion.tiling.row_starts(*conversion.shape),
         conversion.source_shape[1],
         conversion.shape[1],
-        (*spec.strides, out_expert, spec.address),
+        (*spec.strides, out_expert),
+        spec.address,
         conversion.tiling,
         step,
         inner,
@@ -432,15 +430,21 @@ class MoveCells(Work):
         per_expert = self.saved * cell
         self.at_once = _experts_at_once(spec.experts, per_expert, budget)
         self.scratch_bytes = self.at_once * per_expert
-        sizes = cell, spec.strides[0], spec.address
         self.copy_aside = None
         if self.saved:
             to_bytes = torch.arange(self.saved) * cell
-            self.copy_aside = Gather(moves.saved_cells, to_bytes, cell, cell, sizes)
+            strides = spec.strides[0], cell, per_expert
+            self.copy_aside = Gather(
+                moves.saved_cells, to_bytes, cell, cell, strides, spec.address
+            )
         columns = min(_pow2(cell // unit), STRIP_BYTES // unit)
         self.grid = moves.groups, triton.cdiv(cell // unit, columns)
-        self.constants = dict(
-            ALIGN=_align(unit, *sizes), CELLS=cells, COLUMNS=columns, num_warps=8
+        align = _align(unit, cell, spec.strides[0], spec.address)
+        self.launch = Launcher(
+            _move_cells,
+            (cell // unit, spec.strides[0] // unit, per_expert // unit),
+            dict(ALIGN=align, CELLS=cells, COLUMNS=columns),
+            num_warps=8,
         )
 
     def __call__(self, job, scratch, flags):
@@ -458,15 +462,12 @@ class MoveCells(Work):
             shape = n_experts, experts.shape[1] * experts.shape[2] // cell, cell
             cells = experts.as_strided(shape, (experts.stride(0), cell, 1))
             self.copy_aside(cells, saved.view(n_experts, size))
-        _move_cells[(*self.grid, n_experts)](
+        self.launch(
+            (*self.grid, n_experts),
             _unit_view(experts, unit),
             _unit_view(saved, unit),
             self.moves.to_cells,
             self.moves.from_cells,
-            cell // unit,
-            experts.stride(0) // unit,
-            size // unit,
-            **self.constants,
         )
 
 
@@ -489,41 +490,38 @@ class ThroughScratch(Work):
 class PadRows(Work):
     """Rows to the places that padding leaves them, in one launch."""
 
-    def __init__(self, unit: int, launch: expand_rows_triton.Launch):
-        self.unit, self.launch, self.flags = unit, launch, launch.flags
+    def __init__(self, launch: expand_rows_triton.Launch):
+        self.launch, self.flags = launch, launch.flags
+        self.scratch_bytes = launch.scratch_bytes
 
     def __call__(self, job, scratch, flags):
-        self.launch(_unit_view(job.out, self.unit), flags)
+        self.launch(_unit_view(job.out, self.launch.unit), scratch, flags)
 
 
 def expand_rows(spec: Spec) -> PadRows:
     """Of all experts, in their order."""
-    unit, shape = _padded_rows(spec)
     conversion = spec.conversion
     tables = conversion.table(
         "expand", spec.device, lambda: _expansion_tables(conversion, spec.device)
     )
-    return PadRows(unit, expand_rows_triton.Expansion(spec.experts, tables, *shape))
+    shape = _padded_rows(spec)
+    return PadRows(expand_rows_triton.Expansion(spec.experts, tables, *shape))
 
 
-def place_rows(spec: Spec, first: int) -> PadRows:
-    """Of the experts from `first` on, in a new order; see
-    `expand_rows_triton.first_apart`."""
-    unit, shape = _padded_rows(spec)
-    tables = (spec.row_table(),)
-    launch = expand_rows_triton.Placement(spec.experts, first, tables, *shape)
-    return PadRows(unit, launch)
+def place_rows(spec: Spec, budget: int) -> PadRows:
+    """Of all experts, in a new order."""
+    table, shape = spec.row_table(), _padded_rows(spec)
+    return PadRows(expand_rows_triton.Placement(spec.experts, budget, table, *shape))
 
 
-def _padded_rows(spec: Spec) -> tuple[int, tuple[int, ...]]:
-    """The unit, and what a launch of `expand_rows_triton` takes after its tables."""
+def _padded_rows(spec: Spec) -> tuple[int, ...]:
+    """What a launch of `expand_rows_triton` takes after its tables."""
     conversion = spec.conversion
     rows, row_bytes = conversion.shape
     source_rows, source_bytes = conversion.source_shape
     unit = _unit(row_bytes, source_bytes, spec.address)
     align = _align(unit, row_bytes, source_bytes, spec.address)
-    shape = rows, source_rows, row_bytes, source_bytes, unit, align, conversion.fill
-    return unit, shape
+    return rows, source_rows, row_bytes, source_bytes, unit, align, conversion.fill
 
 
 def _expansion_tables(conversion: Conversion, device: torch.device):
@@ -531,6 +529,13 @@ def _expansion_tables(conversion: Conversion, device: torch.device):
     from_rows = torch.where(kept, kept.cumsum(0) - 1, -1)
     tables = from_rows, kept.nonzero().flatten()
     return tuple(table.to(torch.int32).to(device) for table in tables)
+
+
+def padded_rows(spec: Spec, budget: int) -> PadRows:
+    """Rows in the result's order, with room for padding."""
+    if spec.conversion.row_order.is_identity:
+        return expand_rows(spec)
+    return place_rows(spec, budget)
 
 
 def _experts_at_once(experts: int, per_expert: int, budget: int) -> int:
@@ -549,7 +554,7 @@ def plan(spec: Spec, budget: int) -> list[Work]:
             return [ThroughScratch(spec, budget)]
         return [MoveCells(spec, budget)]
     if tiling is ROW_MAJOR:
-        return _expansion(spec, budget)
+        return [padded_rows(spec, budget)]
     work: list[Work] = []
     tiles = conversion.padded_before if spec.expands else conversion
     if block_tiling_triton.stays_in_blocks(tiles):
@@ -559,30 +564,13 @@ def plan(spec: Spec, budget: int) -> list[Work]:
     else:
         tiles = conversion.tiles_alone
         if spec.expands:
-            work += _expansion(spec, budget)
+            work.append(padded_rows(spec, budget))
         else:
             work.append(MoveCells(spec.with_conversion(conversion.row_order), budget))
     strides = spec.strides
     if spec.expands:
         strides = prod(conversion.shape), conversion.shape[1]
     work.append(TileBlocks(spec.with_conversion(tiles, strides=strides)))
-    return work
-
-
-def _expansion(spec: Spec, budget: int) -> list[Work]:
-    """Launches that bring rows into the result's order and make room for padding."""
-    order = spec.conversion.row_order
-    if order.is_identity:
-        return [expand_rows(spec)]
-    work: list[Work] = []
-    sizes = prod(spec.conversion.source_shape), prod(spec.conversion.shape)
-    first = expand_rows_triton.first_apart(spec.experts, *sizes)
-    if first < spec.experts:
-        work.append(place_rows(spec, first))
-        spec = replace(spec, experts=first)
-    if first:
-        work.append(MoveCells(spec.with_conversion(order), budget))
-        work.append(expand_rows(spec))
     return work
 
 
