@@ -151,7 +151,7 @@ def test_interpreted_scales(interpreted, monkeypatch, dtype, bad, parameter):
 
     expected = convert(scales.clone())
     monkeypatch.setattr(marlin_in_place, "use_triton", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "Event", Mock)
+    monkeypatch.setattr(marlin_in_place, "recorded_event", Mock())
     monkeypatch.setattr(
         utils,
         "marlin_in_place_triton",

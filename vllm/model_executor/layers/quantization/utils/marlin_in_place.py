@@ -134,6 +134,13 @@ def by_triton(scales: torch.Tensor) -> bool:
     return fp8 and scales.numel() > 0 and use_triton(scales)
 
 
+def recorded_event(device: torch.device) -> torch.Event:
+    """An event after all that was launched so far."""
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
 class ScaleScan:
     """What the conversion of NVFP4 scales depends on: how large they are, and whether
     one is negative or no number.
@@ -157,8 +164,7 @@ class ScaleScan:
             pinned = PIN_MEMORY and scales.is_cuda
             self._ends = torch.empty(2, dtype=torch.int8, pin_memory=pinned)
             self._ends.copy_(ends, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = recorded_event(scales.device)
 
     @functools.cached_property
     def _bytes(self) -> tuple[int, bool]:
