@@ -12,6 +12,7 @@ the formats.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -61,6 +62,10 @@ class Inputs:
         self.case, self.device, self.parameters = case, device, parameters
         self.generator = torch.Generator(device).manual_seed(case.get("seed", 0))
         self.layer = torch.nn.Module()
+        # Per expert: what a checkpoint would bring.
+        self.ones = torch.ones(case["experts"], device=device)
+        rising = torch.arange(1.0, case["experts"] + 2, device=device)
+        self.a13, self.a2 = rising[:-1], rising[1:]
 
     def add(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill=None
@@ -193,6 +198,7 @@ def _finish(layer, w13, w2, w13_scale, w2_scale) -> list:
     return []
 
 
+@functools.cache
 def _utils():
     # Imported first, flashinfer_utils ends in a circular import.
     import vllm.model_executor.layers.fused_moe  # noqa: F401
@@ -201,6 +207,7 @@ def _utils():
     return flashinfer_utils
 
 
+@functools.cache
 def _fp4():
     _utils()
     from vllm.model_executor.layers.quantization.utils import flashinfer_fp4_moe
@@ -208,27 +215,31 @@ def _fp4():
     return flashinfer_fp4_moe
 
 
-def _prepare_nvfp4(inputs: Inputs) -> list:
+@functools.cache
+def _nvfp4_backend(name: str):
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 
+    return NvFp4MoeBackend[name]
+
+
+def _prepare_nvfp4(inputs: Inputs) -> list:
     module = _fp4()
     layer, case = inputs.layer, inputs.case
-    experts, device = case["experts"], inputs.device
-    backend = NvFp4MoeBackend[case.get("backend", "FLASHINFER_TRTLLM")]
-    shared = backend != NvFp4MoeBackend.VLLM_CUTLASS
-    a13 = torch.arange(1.0, experts + 1, device=device)
+    backend = _nvfp4_backend(case.get("backend", "FLASHINFER_TRTLLM"))
+    shared = backend.name != "VLLM_CUTLASS"
+    a13 = inputs.a13
     w13, w13_scale, _, a13_scale, w2, w2_scale, _, a2_scale = (
         module.prepare_nvfp4_moe_layer_for_fi_or_cutlass(
             backend=backend,
             layer=layer,
             w13=layer.w13_weight,
             w13_scale=layer.w13_weight_scale,
-            w13_scale_2=torch.ones(experts),
+            w13_scale_2=inputs.ones,
             a13_scale=a13 if shared else torch.stack((a13, a13 + 1), dim=1),
             w2=layer.w2_weight,
             w2_scale=layer.w2_weight_scale,
-            w2_scale_2=torch.ones(experts),
-            a2_scale=torch.arange(2.0, experts + 2, device=device),
+            w2_scale_2=inputs.ones,
+            a2_scale=inputs.a2,
             is_act_and_mul=case["gated"],
             trtllm_hidden_alignment=case.get("hidden_alignment", 256),
         )
@@ -261,7 +272,7 @@ def _reorder(inputs: Inputs) -> list:
 
 def _prepare_fp8(inputs: Inputs) -> list:
     layer, case = inputs.layer, inputs.case
-    scale = torch.ones(case["experts"], device=inputs.device)
+    scale = inputs.ones
     results = _utils().prepare_fp8_moe_layer_for_fi(
         layer,
         layer.w13_weight,
@@ -369,14 +380,21 @@ def _swizzle_mxfp4(inputs: Inputs) -> list:
         layouts.is_hip_cdna4 = hip
 
 
-def _marlin(inputs: Inputs, name: str, *arguments: Any, **options: Any) -> tuple:
-    """Without a GPU, a plain permutation of bytes stands in for the repack kernel."""
+@functools.cache
+def _marlin_modules():
     import vllm.model_executor.layers.fused_moe  # noqa: F401
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils import (
         marlin_utils_fp4,
         marlin_utils_fp8,
     )
+
+    return ops, marlin_utils_fp4, marlin_utils_fp8
+
+
+def _marlin(inputs: Inputs, name: str, *arguments: Any, **options: Any) -> tuple:
+    """Without a GPU, a plain permutation of bytes stands in for the repack kernel."""
+    ops, marlin_utils_fp4, marlin_utils_fp8 = _marlin_modules()
 
     def repack(b_q_weight, size_k, size_n, num_bits, is_a_8bit=False):
         shape = (size_k // 16, size_n * 16 * num_bits // 32)
@@ -398,16 +416,16 @@ def _marlin(inputs: Inputs, name: str, *arguments: Any, **options: Any) -> tuple
 
 
 def _marlin_nvfp4(inputs: Inputs) -> list:
-    layer, experts = inputs.layer, inputs.case["experts"]
+    layer = inputs.layer
     w13, w13_scale, g13, w2, w2_scale, g2 = _marlin(
         inputs,
         "prepare_nvfp4_moe_layer_for_marlin",
         layer.w13_weight,
         layer.w13_weight_scale,
-        torch.ones(experts, device=inputs.device),
+        inputs.ones,
         layer.w2_weight,
         layer.w2_weight_scale,
-        torch.ones(experts, device=inputs.device),
+        inputs.ones,
         is_act_and_mul=inputs.case["gated"],
     )
     return [*_finish(layer, w13, w2, w13_scale, w2_scale), g13, g2]

@@ -72,8 +72,8 @@ def test_scale_factor_of_the_largest_scales(largest):
     scales = scales.to(torch.float8_e4m3fn)
     factor = marlin_utils_fp4._nvfp4_compute_scale_factor
     expected = factor(scales.to(torch.bfloat16), torch.bfloat16)
-    scan = marlin_in_place.ScaleScan(scales, torch.bfloat16)
-    assert scan.scale_factor() == expected
+    scans = marlin_in_place.scan_scales(torch.bfloat16, w2=scales)
+    assert scans["w2"].scale_factor() == expected
 
 
 def reversed_words(expert: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,8 @@ def test_interpreted_scales(interpreted, monkeypatch, dtype, bad, parameter):
         scales = torch.nn.Parameter(scales, requires_grad=False)
 
     def convert(given):
-        scan = marlin_in_place.ScaleScan(given, dtype)
+        other = torch.ones(2, 3).to(torch.float8_e4m3fn)
+        scan = marlin_in_place.scan_scales(dtype, w13=other, w2=given)["w2"]
         found = scan.scale_factor()
         sizes = dict(size_k=160, size_n=128, is_a_8bit=False)
         result = marlin_in_place.process_nvfp4_scales(given, scan, found, **sizes)

@@ -3,7 +3,7 @@
 """Marlin repacks of expert weights in the storage of the layer's parameter."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -141,37 +141,53 @@ def recorded_event(device: torch.device) -> torch.Event:
     return event
 
 
-class ScaleScan:
-    """What the conversion of NVFP4 scales depends on: how large they are, and whether
-    one is negative or no number.
+class ByteEnds:
+    """The smallest and the largest of each tensor's bytes, as signed numbers: started
+    at once on a GPU, and waited for when they are read."""
 
-    On a GPU it starts at once and is waited for when it is read, so that the weights
-    can be repacked between.
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        # One pass without scratch.
+        found = [torch.aminmax(tensor.data.view(torch.int8)) for tensor in tensors]
+        ends = torch.stack([end for pair in found for end in pair])
+        pinned = PIN_MEMORY and ends.is_cuda
+        self._ends = torch.empty(len(ends), dtype=torch.int8, pin_memory=pinned)
+        self._ends.copy_(ends, non_blocking=True)
+        self._copied = recorded_event(ends.device)
+
+    @functools.cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        self._copied.synchronize()
+        ends = self._ends.tolist()
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+class ScaleScan:
+    """What the conversion of NVFP4 scales depends on.
 
     Args:
         scales: float8_e4m3fn [experts, outputs, groups].
         dtype: of the activations.
+        ends: of bytes, among them those of the scales at `index`; None where Triton
+            does not process them.
 
     """
 
-    def __init__(self, scales: torch.Tensor, dtype: torch.dtype):
+    def __init__(
+        self,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        ends: ByteEnds | None,
+        index: int = 0,
+    ):
         self.scales, self.dtype = scales.data, dtype
-        self._ends: torch.Tensor | None = None
-        if by_triton(scales):
-            # As signed bytes they have the order of their numbers. One pass without
-            # scratch settles the usual case, that none is negative or no number.
-            ends = torch.stack(torch.aminmax(self.scales.view(torch.int8)))
-            pinned = PIN_MEMORY and scales.is_cuda
-            self._ends = torch.empty(2, dtype=torch.int8, pin_memory=pinned)
-            self._ends.copy_(ends, non_blocking=True)
-            self._copied = recorded_event(scales.device)
+        self._ends, self._index = ends, index
 
     @functools.cached_property
     def _bytes(self) -> tuple[int, bool]:
-        """The largest positive number as a byte, or 0, and whether one is bad."""
+        """The largest positive number as a byte, or 0, and whether one is unusual."""
         assert self._ends is not None
-        self._copied.synchronize()
-        low, high = self._ends.tolist()
+        # Signed, bytes have the order of their numbers.
+        low, high = self._ends.pairs[self._index]
         return (high, False) if low >= 0 and high < 127 else scan_unusual(self.scales)
 
     @property
@@ -184,6 +200,22 @@ class ScaleScan:
         if self._ends is not None:
             return _factor_of_byte(self._bytes[0], self.dtype)
         return _factor(largest_scales(self.scales, self.dtype), self.dtype)
+
+
+def scan_scales(dtype: torch.dtype, **scales: torch.Tensor) -> dict[str, ScaleScan]:
+    """Start to look at NVFP4 scales of one layer, given by name.
+
+    What is launched between this and the first use of a scan, no one waits for.
+    """
+    ends = (
+        ByteEnds(list(scales.values()))
+        if all(map(by_triton, scales.values()))
+        else None
+    )
+    return {
+        name: ScaleScan(tensor, dtype, ends, index)
+        for index, (name, tensor) in enumerate(scales.items())
+    }
 
 
 def scan_unusual(scales: torch.Tensor) -> tuple[int, bool]:

@@ -313,7 +313,10 @@ def can_expand(weight: torch.Tensor, conversion: Conversion) -> bool:
         return False
     if not has_room(weight, weight.shape[0] * size):
         return False
-    return not use_triton(weight) or _triton_kernels().can_expand(conversion)
+    if not use_triton(weight):
+        return True
+    can = _triton_kernels().can_expand
+    return conversion.table("can expand", weight.device, lambda: can(conversion))
 
 
 def convert_(
@@ -387,9 +390,9 @@ def _in_own_storage(
         return None
     if not can_expand(weight, conversion):
         return None
-    experts, size = source.shape[0], prod(conversion.shape)
-    room = room_for(weight, experts * size).view(experts, size)
-    result = room.view(experts, *conversion.shape)
+    experts = source.shape[0]
+    room = room_for(source, experts, prod(conversion.shape))
+    result = room_for(source, experts, *conversion.shape)
     return result, Job(source, conversion, room, expands=True)
 
 

@@ -10,6 +10,7 @@ tensor in any other storage may belong to another one.
 """
 
 import weakref
+from math import prod
 
 import torch
 
@@ -43,8 +44,8 @@ def has_room(weight: torch.Tensor, size: int) -> bool:
     return not weight.storage_offset() and weight.is_contiguous()
 
 
-def room_for(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """The first `size` bytes, uint8, of the storage of a weight that has room."""
-    return torch.empty(0, dtype=torch.uint8, device=weight.device).set_(
-        weight.data.untyped_storage(), 0, (size,), (1,)
-    )
+def room_for(data: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The front of the storage of a weight that has room, contiguous of this shape;
+    `data` is the weight as bytes."""
+    strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    return data.as_strided(shape, strides, 0)
