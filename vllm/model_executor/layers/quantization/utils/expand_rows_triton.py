@@ -244,8 +244,8 @@ class Launch:
     def __call__(
         self, memory: torch.Tensor, scratch: torch.Tensor, flags: torch.Tensor
     ) -> None:
-        """Move the rows that `memory` begins with. `scratch` are bytes, at least
-        `scratch_bytes` and 16; `flags` are zeros."""
+        """Move the rows that `memory` begins with. `scratch` are at least
+        `scratch_bytes` bytes, `flags` zeros."""
         raise NotImplementedError
 
 
@@ -278,12 +278,11 @@ class Placement(Launch):
         size = source_rows * source_units
         first = first_apart(experts, size, rows * units)
         slots = max(1, min(budget // (size * self.unit), first))
-        if first:
-            self.scratch_bytes = slots * size * self.unit
+        self.scratch_bytes = slots * size * self.unit
         piece = GROUP_BYTES // self.unit
         groups, asides = triton.cdiv(rows, self.group_rows), triton.cdiv(size, piece)
-        through = turns(first, asides, groups, slots) if first else 0
-        self.grid = groups * (experts - first) + through, 1, 1
+        straight = (experts - first) * groups
+        self.grid = straight + turns(first, asides, groups, slots), 1, 1
         self.flags = -(-(1 + experts + first) // 4) * 4
         self.from_rows = from_rows
         numbers = experts, first, slots, groups, asides, *self.shape
@@ -291,5 +290,5 @@ class Placement(Launch):
         self.launch = Launcher(_place_rows, numbers, constants, num_warps=8)
 
     def __call__(self, memory, scratch, flags):
-        scratch = scratch[: max(self.scratch_bytes, 16)].view(memory.dtype)
+        scratch = scratch[: self.scratch_bytes].view(memory.dtype)
         self.launch(self.grid, memory, scratch, flags, self.from_rows)

@@ -200,44 +200,70 @@ def _map_scales(
             _copy_back(slot, place, piece, size, packed, copied, packs, SIZE)
 
 
+class Turns:
+    """Launches of a kernel that takes turns, on tensors of one shape.
+
+    Args:
+        kernel: what to launch.
+        experts: how many, of `size` elements each.
+        element: bytes of an element.
+        slots: of scratch, of one expert each.
+        packs: pieces that an expert is packed in.
+        more: further numbers that the kernel takes.
+        constants: those that it takes before SIZE.
+
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        experts: int,
+        size: int,
+        element: int,
+        slots: int,
+        packs: int,
+        more: tuple[int, ...],
+        constants: dict[str, int],
+    ):
+        slots = min(slots, experts)
+        piece = PIECE_BYTES // element
+        pieces = experts, packs, cdiv(size, piece), slots
+        self.grid = turns(*pieces), 1, 1
+        self.scratch, self.counts = slots * size, 1 + 2 * experts
+        constants = constants | dict(SIZE=piece)
+        self.launch = Launcher(kernel, (*pieces, *more), constants, num_warps=8)
+
+    def __call__(self, memory: torch.Tensor, *tables: torch.Tensor) -> None:
+        scratch = memory.new_empty(self.scratch)
+        counts = torch.zeros(self.counts, dtype=torch.int32, device=memory.device)
+        self.launch(self.grid, memory, scratch, counts, *tables)
+
+
 @functools.cache
-def _launcher(
-    kernel: Any,
-    experts: int,
-    packs: int,
-    copies: int,
-    slots: int,
-    more: tuple[int, ...],
-    constants: tuple[tuple[str, int], ...],
-    device: torch.device,
-) -> Launcher:
-    """Of one kernel, for all layers of one shape on one device."""
-    numbers = experts, packs, copies, slots, *more
-    return Launcher(kernel, numbers, dict(constants), num_warps=8)
-
-
-def _launch(
-    kernel: Any,
-    memory: torch.Tensor,
-    slots: int,
-    packs: int,
-    more: tuple[int, ...],
-    constants: dict[str, int],
-    *tables: torch.Tensor,
-) -> None:
-    """Launch a kernel that takes turns, over the experts in `memory`, each packed in
-    `packs` pieces, with `slots` of scratch."""
-    experts, expert_size = len(memory), memory[0].numel()
-    slots = min(slots, experts)
-    size = PIECE_BYTES // memory.element_size()
-    copies = cdiv(expert_size, size)
-    scratch = memory.new_empty(slots * expert_size)
-    counts = torch.zeros(1 + 2 * experts, dtype=torch.int32, device=memory.device)
-    pieces = experts, packs, copies, slots
-    launch = _launcher(
-        kernel, *pieces, more, (*constants.items(), ("SIZE", size)), memory.device
+def _repack_of(
+    experts: int, outputs: int, row_bytes: int, bits: int, slots: int, _: torch.device
+) -> Turns:
+    """For all layers of one shape on one device, which compiled kernels belong to."""
+    n_tiles, row_words = row_bytes // (2 * bits), row_bytes // 4
+    tiles = PIECE_BYTES // (BLOCKS * 64 * 2 * bits)
+    packs = cdiv(n_tiles, tiles) * cdiv(outputs // 64, BLOCKS)
+    constants = dict(BITS=bits, TILES=tiles, BLOCKS=BLOCKS)
+    sizes = n_tiles, outputs, row_words
+    return Turns(
+        _repack, experts, outputs * row_words, 4, slots, packs, sizes, constants
     )
-    launch((turns(*pieces), 1, 1), memory, scratch, counts, *tables)
+
+
+@functools.cache
+def _map_of(
+    experts: int, outputs: int, groups: int, slots: int, _: torch.device
+) -> Turns:
+    """As `_repack_of`."""
+    packs = cdiv(outputs, OUTPUTS) * cdiv(groups, GROUPS)
+    sizes, constants = (outputs, groups), dict(OUTPUTS=OUTPUTS, GROUPS=GROUPS)
+    return Turns(
+        _map_scales, experts, outputs * groups, 1, slots, packs, sizes, constants
+    )
 
 
 def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
@@ -248,14 +274,9 @@ def repack(weight: torch.Tensor, bits: int, slots: int) -> torch.Tensor:
 
     """
     experts, outputs, row_bytes = weight.shape
-    n_tiles, words = row_bytes // (2 * bits), outputs * bits // 2
-    result = weight.view(experts, -1).view(torch.int32).view(experts, n_tiles, words)
-    tiles = PIECE_BYTES // (BLOCKS * 64 * 2 * bits)
-    packs = cdiv(n_tiles, tiles) * cdiv(outputs // 64, BLOCKS)
-    constants = dict(BITS=bits, TILES=tiles, BLOCKS=BLOCKS)
-    sizes = n_tiles, outputs, row_bytes // 4
-    _launch(_repack, result, slots, packs, sizes, constants)
-    return result
+    words = weight.view(torch.int32)
+    _repack_of(experts, outputs, row_bytes, bits, slots, weight.device)(words)
+    return words.view(experts, row_bytes // (2 * bits), outputs * bits // 2)
 
 
 def map_scales(scales: torch.Tensor, table: torch.Tensor, slots: int) -> torch.Tensor:
@@ -267,7 +288,5 @@ def map_scales(scales: torch.Tensor, table: torch.Tensor, slots: int) -> torch.T
 
     """
     experts, outputs, groups = scales.shape
-    packs = cdiv(outputs, OUTPUTS) * cdiv(groups, GROUPS)
-    constants = dict(OUTPUTS=OUTPUTS, GROUPS=GROUPS)
-    _launch(_map_scales, scales, slots, packs, (outputs, groups), constants, table)
+    _map_of(experts, outputs, groups, slots, scales.device)(scales, table)
     return scales.view(experts, groups, outputs)

@@ -15,6 +15,8 @@ class Launcher:
     Triton binds and specializes all arguments anew at every launch, in Python that
     takes longer than many of these kernels. Here the kernel that the first launch
     compiled is kept, and launched as it is for tensors that are aligned as those were.
+    It belongs to the device that was current then. Not on ROCm, where Triton also
+    specializes on the size of storages.
 
     Args:
         kernel: takes tensors, then numbers, then constants.
@@ -43,7 +45,9 @@ class Launcher:
         if compiled is not None:
             compiled[grid](*tensors, *self.arguments)
             return
-        # Triton's interpreter compiles nothing.
-        self.compiled[aligned] = self.kernel[grid](
+        compiled = self.kernel[grid](
             *tensors, *self.numbers, **self.constants, num_warps=self.num_warps
         )
+        # Triton's interpreter compiles nothing.
+        if compiled is not None and torch.version.hip is None:
+            self.compiled[aligned] = compiled
