@@ -96,9 +96,9 @@ def ranks() -> str:
     )
     lines = []
     for row in sorted(read("ranks.jsonl"), key=model):
-        for rank, digest in enumerate(row.get("contents") or row["digests"]):
+        for rank in range(row["tensor_parallel_size"]):
             figures = [row[k][rank] for k in ("load_peak", "after_load", "kv_cache")]
-            cycles = row["cycles"] if isinstance(row["cycles"], list) else []
+            cycles = row.get("cycles") if row["sleep"] else None
             same = asleep = failed = "-"
             if cycles:
                 same = (
@@ -111,8 +111,9 @@ def ranks() -> str:
                     mended = same_contents(wake) and "both ranks woke at the repeat"
                     failed = f"{told}; {mended or 'NOT MENDED'}"
             mode = row["mode"]
-            sleeps = (same, asleep, failed)
-            lines.append((model(row), mode, rank, *figures, digest, *sleeps))
+            kept = digest(row.get("contents"), row.get("digests"), rank)
+            sleeps = (kept, same, asleep, failed)
+            lines.append((model(row), mode, rank, *figures, *sleeps))
     return table(head, lines)
 
 
@@ -145,9 +146,17 @@ def whole_card() -> str:
             asleep = second_and_last([cycle["asleep"] for cycle in cycles])
         mode = row["mode"] + (" *" if row.get("patches") else "")
         figures = (row["load_peak"], row["after_load"], row.get("kv_cache", "-"))
-        digest = row.get("contents", row.get("digest", "-"))
-        rows.append((model(row), mode, *figures, digest, same, asleep))
+        kept = digest([row.get("contents")], [row.get("digest", "-")])
+        rows.append((model(row), mode, *figures, kept, same, asleep))
     return table(head, sorted(rows, key=lambda row: row[0]))
+
+
+def digest(contents: Any, parameters: Any, rank: int = 0) -> str:
+    """Of everything that a rank's model holds, or with a dagger of its parameters."""
+    if contents and contents[rank]:
+        return str(contents[rank])
+    found = str(parameters[rank])
+    return found if found == "-" else f"{found} †"
 
 
 def same_contents(row: Row) -> bool:
@@ -181,8 +190,8 @@ def small_cards() -> str:
 def conversions() -> str:
     """Conversions of one layer, each figure beside the release's: live bytes at most in
     multiples of the layer, and the time, also as a multiple of copying the layer once;
-    of the fork's time also what the GPU was at work. Of the release the fastest of
-    three runs."""
+    of the fork's time also what the GPU was at work. Of the release the fastest
+    run."""
     head = (
         "conversion",
         "MiB",
