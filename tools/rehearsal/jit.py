@@ -21,6 +21,15 @@ class Nothing(int):
         return self
 
 
+class Launched(Nothing):
+    """What a launch by Triton returns: the compiled kernel, to be launched again."""
+
+    __iter__ = None  # else it would go on for ever
+
+    def __getitem__(self, grid: Any) -> "Launched":
+        return self
+
+
 def compile_nothing() -> set[str]:
     """Replace both compilers; the set grows by each FlashInfer module asked for."""
     asked: set[str] = set()
@@ -36,8 +45,8 @@ def _skip_triton() -> None:
     except ImportError:
         return
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Nothing:
-        return Nothing()
+    def run(self: Any, *args: Any, **kwargs: Any) -> Launched:
+        return Launched()
 
     JITFunction.run = run
     Autotuner.run = run
