@@ -2,6 +2,7 @@
 """A smaller card than the real one, by occupying the rest; and a simulated one."""
 
 import ctypes
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def leave_free(card: float) -> Ballast:
     return Ballast(runtime, address.value)
 
 
+@functools.cache
 def simulated_card() -> Any:
     """The module that asks the simulated card of this process; None on a real card."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -111,7 +111,9 @@ def ranks() -> str:
                     mended = same_contents(wake) and "both ranks woke at the repeat"
                     failed = f"{told}; {mended or 'NOT MENDED'}"
             mode = row["mode"]
-            kept = digest(row.get("contents"), row.get("digests"), rank)
+            kept = digest(
+                *(row[k][rank] if k in row else None for k in ("contents", "digests"))
+            )
             sleeps = (kept, same, asleep, failed)
             lines.append((model(row), mode, rank, *figures, *sleeps))
     return table(head, lines)
@@ -146,17 +148,14 @@ def whole_card() -> str:
             asleep = second_and_last([cycle["asleep"] for cycle in cycles])
         mode = row["mode"] + (" *" if row.get("patches") else "")
         figures = (row["load_peak"], row["after_load"], row.get("kv_cache", "-"))
-        kept = digest([row.get("contents")], [row.get("digest", "-")])
+        kept = digest(row.get("contents"), row.get("digest"))
         rows.append((model(row), mode, *figures, kept, same, asleep))
     return table(head, sorted(rows, key=lambda row: row[0]))
 
 
-def digest(contents: Any, parameters: Any, rank: int = 0) -> str:
-    """Of everything that a rank's model holds, or with a dagger of its parameters."""
-    if contents and contents[rank]:
-        return str(contents[rank])
-    found = str(parameters[rank])
-    return found if found == "-" else f"{found} †"
+def digest(contents: str | None, parameters: str | None) -> str:
+    """Of everything that a model holds, or with a dagger of its parameters."""
+    return contents or (f"{parameters} †" if parameters else "-")
 
 
 def same_contents(row: Row) -> bool:

@@ -73,7 +73,7 @@ def test_scale_factor_of_the_largest_scales(largest):
     factor = marlin_utils_fp4._nvfp4_compute_scale_factor
     expected = factor(scales.to(torch.bfloat16), torch.bfloat16)
     scans = marlin_in_place.scan_scales(torch.bfloat16, w2=scales)
-    assert scans["w2"].scale_factor() == expected
+    assert scans["w2"].scale_factor == expected
 
 
 def reversed_words(expert: torch.Tensor) -> torch.Tensor:
@@ -145,10 +145,9 @@ def test_interpreted_scales(interpreted, monkeypatch, dtype, bad, parameter):
     def convert(given):
         other = torch.ones(2, 3).to(torch.float8_e4m3fn)
         scan = marlin_in_place.scan_scales(dtype, w13=other, w2=given)["w2"]
-        found = scan.scale_factor()
         sizes = dict(size_k=160, size_n=128, is_a_8bit=False)
-        result = marlin_in_place.process_nvfp4_scales(given, scan, found, **sizes)
-        return found, result.view(torch.uint8)
+        result = marlin_in_place.process_nvfp4_scales(given, scan, **sizes)
+        return scan.scale_factor, result.view(torch.uint8)
 
     expected = convert(scales.clone())
     monkeypatch.setattr(marlin_in_place, "use_triton", lambda _: True)

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.quantization.utils.turns_triton import (
     wait,
 )
 from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import cdiv, round_up
 
 GROUP_BYTES = 32 * 1024  # what one program holds in registers, at most
 MAX_ROW_BYTES = 64 * 1024
@@ -71,7 +72,7 @@ def _expand_rows(
     to_rows: the result row of each source row.
     flags: zeros; the first counts started programs, then one for each group.
     """
-    group = groups - 1 - tl.atomic_add(flags, 1, sem="relaxed")
+    group = groups - 1 - take_turn(flags)
     row = group.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < all_rows
     origin = tl.load(from_rows + row % rows, mask=exists, other=-1)
@@ -91,15 +92,11 @@ def _expand_rows(
     if REST:
         behind = COLUMNS + tl.arange(0, REST)[None, :]
         rest = _load(memory, start, behind, kept, source_units, FILL, ALIGN)
-    # All warps have loaded before the group's flag says so.
-    tl.debug_barrier()
-    tl.atomic_xchg(flags + 1 + group, 1, sem="release")
+    done(flags + 1 + group)
     if first <= last:
         while needed <= final:
-            while tl.atomic_add(flags + 1 + needed, 0, sem="acquire") == 0:
-                pass
+            wait(flags + 1 + needed, 1)
             needed += 1
-    tl.debug_barrier()
     place = tl.multiple_of(row * units, ALIGN)[:, None]
     _store(memory, place, column, value, exists, units, ALIGN)
     if REST:
@@ -197,7 +194,7 @@ def columns_of(units: int) -> tuple[int, int]:
 
 def first_apart(experts: int, source_bytes: int, result_bytes: int) -> int:
     """The first expert whose result begins where its source has ended, or behind."""
-    return min(experts, -(-source_bytes // max(result_bytes - source_bytes, 1)))
+    return min(experts, cdiv(source_bytes, max(result_bytes - source_bytes, 1)))
 
 
 class Launch:
@@ -257,9 +254,9 @@ class Expansion(Launch):
     ):
         super().__init__(*shape)
         rows, source_rows, *_ = self.shape
-        groups = triton.cdiv(experts * rows, self.group_rows)
+        groups = cdiv(experts * rows, self.group_rows)
         self.grid = groups, 1, 1
-        self.flags = -(-(1 + groups) // 4) * 4
+        self.flags = round_up(1 + groups, 4)
         self.tables = tables
         numbers = groups, experts * rows, experts * source_rows, *self.shape
         self.launch = Launcher(_expand_rows, numbers, self.constants, num_warps=8)
@@ -280,10 +277,10 @@ class Placement(Launch):
         slots = max(1, min(budget // (size * self.unit), first))
         self.scratch_bytes = slots * size * self.unit
         piece = GROUP_BYTES // self.unit
-        groups, asides = triton.cdiv(rows, self.group_rows), triton.cdiv(size, piece)
+        groups, asides = cdiv(rows, self.group_rows), cdiv(size, piece)
         straight = (experts - first) * groups
         self.grid = straight + turns(first, asides, groups, slots), 1, 1
-        self.flags = -(-(1 + experts + first) // 4) * 4
+        self.flags = round_up(1 + experts + first, 4)
         self.from_rows = from_rows
         numbers = experts, first, slots, groups, asides, *self.shape
         constants = self.constants | dict(SIZE=piece)

@@ -177,9 +177,10 @@ class ScaleScan:
         scales: torch.Tensor,
         dtype: torch.dtype,
         ends: ByteEnds | None,
-        index: int = 0,
+        index: int,
     ):
         self.scales, self.dtype = scales.data, dtype
+        self.by_triton = ends is not None
         self._ends, self._index = ends, index
 
     @functools.cached_property
@@ -195,9 +196,10 @@ class ScaleScan:
         """Whether a scale is negative or no number."""
         return self._bytes[1]
 
+    @functools.cached_property
     def scale_factor(self) -> float:
         """By upstream's rule, a power of two that all scales have in common."""
-        if self._ends is not None:
+        if self.by_triton:
             return _factor_of_byte(self._bytes[0], self.dtype)
         return _factor(largest_scales(self.scales, self.dtype), self.dtype)
 
@@ -285,7 +287,6 @@ def scale_table(
 def process_nvfp4_scales(
     scales: torch.Tensor,
     scan: ScaleScan,
-    scale_factor: float,
     size_k: int,
     size_n: int,
     is_a_8bit: bool,
@@ -296,7 +297,6 @@ def process_nvfp4_scales(
         scales: float8_e4m3fn [experts, size_n, size_k / 16]; overwritten if it is a
             contiguous parameter.
         scan: of these scales, before zeros were added as padding.
-        scale_factor: common to all experts.
         size_k: input size.
         size_n: output size.
         is_a_8bit: activations have eight bits.
@@ -312,15 +312,15 @@ def process_nvfp4_scales(
         nvfp4_marlin_process_scales,
     )
 
-    dtype = scan.dtype
+    dtype, factor = scan.dtype, scan.scale_factor
     fits = tuple(scales.shape[1:]) == (size_n, size_k // 16) and size_n % 64 == 0
     fits = fits and size_k > 16 and scales.is_contiguous()
-    if fits and by_triton(scales) and not is_a_8bit:
+    if fits and scan.by_triton and not is_a_8bit:
         from vllm.model_executor.layers.quantization.utils import (
             marlin_in_place_triton,
         )
 
-        table = scale_table(dtype, scale_factor, scan.unusual, scales.device)
+        table = scale_table(dtype, factor, scan.unusual, scales.device)
         slots = max(1, len(scales) // SCALE_PARTS)
         result = marlin_in_place_triton.map_scales(writable(scales), table, slots)
         return result.view(torch.float8_e4m3fn)
@@ -333,6 +333,6 @@ def process_nvfp4_scales(
             group_size=16,
             is_a_8bit=is_a_8bit,
         )
-        return nvfp4_marlin_process_scales(permuted, scale_factor, dtype)[0]
+        return nvfp4_marlin_process_scales(permuted, factor, dtype)[0]
 
     return repack_experts(scales, process)

@@ -420,19 +420,18 @@ class MoveCells(Work):
     def __init__(self, spec: Spec, budget: int):
         conversion = spec.conversion
         rows, row_bytes = conversion.shape
-        self.experts = spec.experts
         self.cell = cell = conversion.tiling.run or row_bytes
         self.unit = unit = _unit(cell, spec.strides[0], spec.address)
         n_cells = rows * row_bytes // cell
         cells = min(_pow2(n_cells), GROUP_BYTES // min(_pow2(cell), STRIP_BYTES))
         self.moves = moves = _moves(spec, cell, cells)
-        self.saved = moves.saved_cells.numel()
-        per_expert = self.saved * cell
+        saved = moves.saved_cells.numel()
+        self.per_expert = per_expert = saved * cell
         self.at_once = _experts_at_once(spec.experts, per_expert, budget)
         self.scratch_bytes = self.at_once * per_expert
         self.copy_aside = None
-        if self.saved:
-            to_bytes = torch.arange(self.saved) * cell
+        if saved:
+            to_bytes = torch.arange(saved) * cell
             strides = spec.strides[0], cell, per_expert
             self.copy_aside = Gather(
                 moves.saved_cells, to_bytes, cell, cell, strides, spec.address
@@ -450,18 +449,16 @@ class MoveCells(Work):
     def __call__(self, job, scratch, flags):
         if not self.moves.groups:
             return
-        source, cell = job.source[: self.experts], self.cell
-        for first in range(0, self.experts, self.at_once):
-            self._move(source[first : first + self.at_once], cell, scratch)
+        for experts in job.source.split(self.at_once):
+            self._move(experts, scratch)
 
-    def _move(self, experts: torch.Tensor, cell: int, scratch: torch.Tensor) -> None:
-        n_experts, unit = experts.shape[0], self.unit
-        size = self.saved * cell
-        saved = scratch[: max(n_experts * size, 16)]
+    def _move(self, experts: torch.Tensor, scratch: torch.Tensor) -> None:
+        n_experts, unit, cell = experts.shape[0], self.unit, self.cell
+        saved = scratch[: max(n_experts * self.per_expert, 16)]
         if self.copy_aside is not None:
             shape = n_experts, experts.shape[1] * experts.shape[2] // cell, cell
             cells = experts.as_strided(shape, (experts.stride(0), cell, 1))
-            self.copy_aside(cells, saved.view(n_experts, size))
+            self.copy_aside(cells, saved.view(n_experts, self.per_expert))
         self.launch(
             (*self.grid, n_experts),
             _unit_view(experts, unit),
@@ -504,17 +501,11 @@ def expand_rows(spec: Spec) -> PadRows:
     tables = conversion.table(
         "expand", spec.device, lambda: _expansion_tables(conversion, spec.device)
     )
-    shape = _padded_rows(spec)
+    shape = _launch_shape(spec)
     return PadRows(expand_rows_triton.Expansion(spec.experts, tables, *shape))
 
 
-def place_rows(spec: Spec, budget: int) -> PadRows:
-    """Of all experts, in a new order."""
-    table, shape = spec.row_table(), _padded_rows(spec)
-    return PadRows(expand_rows_triton.Placement(spec.experts, budget, table, *shape))
-
-
-def _padded_rows(spec: Spec) -> tuple[int, ...]:
+def _launch_shape(spec: Spec) -> tuple[int, ...]:
     """What a launch of `expand_rows_triton` takes after its tables."""
     conversion = spec.conversion
     rows, row_bytes = conversion.shape
@@ -535,7 +526,8 @@ def padded_rows(spec: Spec, budget: int) -> PadRows:
     """Rows in the result's order, with room for padding."""
     if spec.conversion.row_order.is_identity:
         return expand_rows(spec)
-    return place_rows(spec, budget)
+    table, shape = spec.row_table(), _launch_shape(spec)
+    return PadRows(expand_rows_triton.Placement(spec.experts, budget, table, *shape))
 
 
 def _experts_at_once(experts: int, per_expert: int, budget: int) -> int:
